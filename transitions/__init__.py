@@ -1,0 +1,55 @@
+"""Transitions M_t of S_t = S_{t-1} M_t + w_t v_t k_t^T, one file each, and the scan that runs them."""
+
+from .base import Transition
+from .block_diagonal import BlockDiagonal, BlockDiagonalModule
+from .diagonal_gate import DiagonalGate, DiagonalGateModule
+from .fixed_decay import FixedDecay, FixedDecayModule
+from .householder import Householder, HouseholderModule
+from .identity import Identity, IdentityModule
+from .kinds import Constant, Key, KeyLogDecay, KeyRate, Kind, LogDecay, Rate, Rate2, UnitKey
+from .module import FactorConfig, HeadSizes, ProductModule, TransitionModule
+from .product import Product
+from .registry import TransitionSpec, build_transition, register, transition_names
+from .scalar_gate import ScalarGate, ScalarGateModule
+from .scan import Explanation, ScanResult, explain, scan, step, validate
+
+__all__ = [
+    "BlockDiagonal",
+    "BlockDiagonalModule",
+    "Constant",
+    "DiagonalGate",
+    "DiagonalGateModule",
+    "Explanation",
+    "FactorConfig",
+    "FixedDecay",
+    "FixedDecayModule",
+    "HeadSizes",
+    "Householder",
+    "HouseholderModule",
+    "Identity",
+    "IdentityModule",
+    "Key",
+    "KeyLogDecay",
+    "KeyRate",
+    "Kind",
+    "LogDecay",
+    "Product",
+    "ProductModule",
+    "Rate",
+    "Rate2",
+    "ScalarGate",
+    "ScalarGateModule",
+    "ScanResult",
+    "Transition",
+    "TransitionModule",
+    "TransitionSpec",
+    "UnitKey",
+    "Constant",
+    "build_transition",
+    "explain",
+    "register",
+    "scan",
+    "step",
+    "transition_names",
+    "validate",
+]

@@ -1,0 +1,208 @@
+"""The arguments of a scan: their checks, and the views of them that the recurrent form needs.
+
+Shapes are checked always, values only where that does not stall a device.
+
+Shapes: B batch, T time, n writes a token, H key heads, HV value heads, K key_dim, V value_dim, N packed documents.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from statemix.kernels import expand_heads
+
+from .base import Transition
+from .block_diagonal import BlockDiagonal
+from .kinds import Kind
+
+UNIT_TOLERANCE = 2e-2  # a unit vector rounded to bfloat16 is off by up to 2^-8 in length
+
+
+@dataclass(frozen=True)
+class ScanInputs:
+    """Checked arguments of ``scan``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    transition: Transition
+    write: Tensor | None
+    initial: Tensor | None
+    cu_seqlens: Tensor | None
+
+    @property
+    def seq_len(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def key_dim(self) -> int:
+        return self.q.shape[-1]
+
+    def initial_state(self) -> Tensor:
+        """[B or N, HV, V, K] in the dtype to compute in: float32, or float64 for float64 inputs."""
+        dtype = torch.promote_types(self.q.dtype, torch.float32)
+        if self.initial is not None:
+            return self.initial.to(dtype)
+        num_states = self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        return self.q.new_zeros(num_states, *self.v.shape[-2:], self.key_dim, dtype=dtype)
+
+    def writes(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """w k [B, T, n, HV, K] and v [B, T, n, HV, V]."""
+        k, v, write = self.k.to(dtype), self.v.to(dtype), self.write
+        if k.ndim == 4:
+            k, v, write = k.unsqueeze(2), v.unsqueeze(2), None if write is None else write.unsqueeze(2)
+        k = expand_heads(k, v.shape[3], dim=3)
+        if write is None:
+            return k, v
+        if write.ndim < k.ndim:
+            return write.unsqueeze(-1) * k, v
+        return write.repeat_interleave(self.key_dim // write.shape[-1], dim=-1) * k, v
+
+    def between(self, start: int, end: int) -> "ScanInputs":
+        """The tokens start <= t < end as a batch of one."""
+
+        def cut(x: Tensor) -> Tensor:
+            return x[:, start:end]
+
+        transition = self.transition.map_tensors(lambda kind, x: cut(x) if kind.is_per_token else x)
+        write = None if self.write is None else cut(self.write)
+        return replace(
+            self, q=cut(self.q), k=cut(self.k), v=cut(self.v), transition=transition, write=write, cu_seqlens=None
+        )
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    transition: Transition,
+    write: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> ScanInputs:
+    """The arguments as ``ScanInputs``; raises ValueError naming the one that does not fit."""
+    if not isinstance(transition, Transition):
+        raise ValueError(f"transition: expected a Transition, got {type(transition).__name__}")
+    if q.ndim != 4 or q.shape[1] == 0:
+        raise ValueError(f"q: expected [B, T, H, K] with T >= 1, got {list(q.shape)}")
+    batch, seq_len, num_heads, key_dim = q.shape
+    if k.ndim not in (4, 5):
+        raise ValueError(f"k: expected [B, T, H, K] or [B, T, n, H, K], got {list(k.shape)}")
+    count = list(k.shape[2:-2])
+    _expect_shape("k", k, [batch, seq_len, *count, num_heads, key_dim])
+    if v.ndim != k.ndim:
+        raise ValueError(f"v: expected {k.ndim} axes as k has, got {list(v.shape)}")
+    num_value_heads = v.shape[-2]
+    _expect_shape("v", v, [batch, seq_len, *count, num_value_heads, v.shape[-1]])
+    if num_value_heads % num_heads:
+        raise ValueError(
+            f"v: expected a number of value heads that is a multiple of the {num_heads} key heads, got {num_value_heads}"
+        )
+    if chunk_size not in (16, 32, 64, 128):
+        raise ValueError(f"chunk_size: expected a power of two from 16 to 128, got {chunk_size}")
+    _check_dtypes(q, {"k": k, "v": v}, {"write": write, "initial_state": initial_state}, transition)
+    if write is not None:
+        shape = [batch, seq_len, *count, num_value_heads]
+        _expect_shape("write", write, shape, shape + [transition.num_blocks])
+    _check_fields(transition, batch, seq_len, num_heads, num_value_heads, key_dim)
+    _check_writes(transition, count[0] if count else 1)
+    num_states = batch if cu_seqlens is None else _num_documents(cu_seqlens, batch, seq_len)
+    if initial_state is not None:
+        _expect_shape("initial_state", initial_state, [num_states, num_value_heads, v.shape[-1], key_dim])
+    return ScanInputs(q, k, v, transition, write, initial_state, cu_seqlens)
+
+
+def check_values(transition: Transition) -> None:
+    """Refuse log decays above 0; warn of directions longer than 1, with which the state can grow without bound."""
+    for name, x, kind in transition.tensors():
+        if kind.high == 0 and bool((x > 0).any()):
+            raise ValueError(f"{name}: expected log decays <= 0, got {x.max().item():.4g}; take -x or a log-sigmoid")
+        if kind.is_unit:
+            blocks = x.detach().float().unflatten(-1, (transition.num_blocks, -1))
+            longest = torch.linalg.vector_norm(blocks, dim=-1).amax().item()
+            if longest > 1 + UNIT_TOLERANCE:
+                warnings.warn(
+                    f"{name}: expected vectors of length 1, got {longest:.4g}; beta |u|^2 > 2 lets the state grow "
+                    "without bound; normalise the keys",
+                    stacklevel=3,
+                )
+
+
+def _check_dtypes(q: Tensor, same: dict[str, Tensor], gates: dict[str, Tensor | None], transition: Transition) -> None:
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"q: expected a floating-point dtype, got {q.dtype}")
+    fields = {f"{type(transition).__name__}.{name}": x for name, x, _ in transition.tensors()}
+    for name, x in {**same, **gates, **fields}.items():
+        allowed = {q.dtype} if name in same or name.endswith("direction") else {q.dtype, torch.float32}
+        if x is not None and x.dtype not in allowed:
+            wanted = " or ".join(sorted(map(str, allowed)))
+            raise ValueError(f"{name}: expected {wanted} beside q of {q.dtype}, got {x.dtype}; cast it")
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as q has, got {x.device}; move it")
+
+
+def _check_fields(
+    transition: Transition,
+    batch: int,
+    seq_len: int,
+    num_heads: int,
+    num_value_heads: int,
+    key_dim: int,
+    blocks: int = 0,
+) -> None:
+    """Every tensor of a transition has the shape of its kind, with an axis n after T where its erasures are n."""
+    if isinstance(transition, BlockDiagonal) and key_dim % transition.blocks:
+        raise ValueError(f"blocks: expected a divisor of key_dim {key_dim}, got {transition.blocks}")
+    blocks = transition.num_blocks if isinstance(transition, BlockDiagonal) else blocks
+    count = _count(transition)
+    for name, kind in transition.layout():
+        x = getattr(transition, name)
+        if isinstance(x, Transition):
+            _check_fields(x, batch, seq_len, num_heads, num_value_heads, key_dim, blocks)
+        elif kind is not None:
+            shape = list(kind.shape(batch, seq_len, num_heads, num_value_heads, key_dim))
+            if kind.is_per_token and kind.high != 0:
+                shape[2:2] = count
+            allowed = [shape] if not blocks or kind.has_channels else [shape + [1], shape + [blocks]]
+            _expect_shape(f"{type(transition).__name__}.{name}", x, *allowed)
+
+
+def _count(transition: Transition) -> Sequence[int]:
+    """[n] where the keys of a transition have the axis n, else []."""
+    keys = [x for _, x, kind in transition.own_tensors() if kind.is_per_key_head]
+    return list(keys[0].shape[2:-2]) if keys else []
+
+
+def _check_writes(transition: Transition, num_writes: int) -> None:
+    num_steps = len(transition.steps())
+    if num_writes in (1, num_steps) or (num_steps == 1 and transition.is_diagonal):
+        return
+    raise ValueError(
+        f"k: expected {num_steps} writes a token or one, as {type(transition).__name__} takes {num_steps} steps, "
+        f"got {num_writes}; give k, v and write {num_steps} on the axis after T"
+    )
+
+
+def _num_documents(cu_seqlens: Tensor, batch: int, seq_len: int) -> int:
+    if batch != 1:
+        raise ValueError(
+            f"cu_seqlens: expected batch 1, got {batch}; pack the rows into one, [1, T_1 + T_2 + ..., ...]"
+        )
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens: expected int32 [N + 1] with N >= 1, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        )
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] > seq_len or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
+        raise ValueError(f"cu_seqlens: expected offsets that rise from 0 to at most T = {seq_len}, got {offsets}")
+    return len(offsets) - 1
+
+
+def _expect_shape(name: str, x: Tensor, *allowed: Sequence[int]) -> None:
+    if list(x.shape) not in [list(shape) for shape in allowed]:
+        wanted = " or ".join(str(list(shape)) for shape in allowed)
+        raise ValueError(f"{name}: expected {wanted}, got {list(x.shape)}; the layout is [B, T, H, D]")

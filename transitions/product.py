@@ -1,0 +1,151 @@
+"""Products of transitions: M = A B, where A acts on the state first. Gated DeltaNet is ScalarGate @ Householder.
+
+A decay lowers beside an erasure as long as it comes first, or directly after a single one:
+
+    D (I - a b^T)      decay, then erase
+    (I - a b^T) D  =   S D - (S a)(D b)^T: erase what the undecayed state holds (``reads_before_decay``)
+
+Source: arXiv:2412.06464 section 3 (gated delta rule).
+"""
+
+import functools
+from dataclasses import replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from statemix.kernels import NormalForm, expand_heads
+
+from .base import Transition
+
+
+class Product(Transition):
+    """M_t = A_t B_t. ``A @ B`` is the short form; compiled code calls the class, which the compiler can trace.
+
+    Attributes:
+        left: A, acts first.
+        right: B.
+    """
+
+    left: Transition
+    right: Transition
+
+    @property
+    def is_diagonal(self) -> bool:  # type: ignore[override]
+        return self.left.is_diagonal and self.right.is_diagonal
+
+    @property
+    def num_blocks(self) -> int:
+        return max(self.left.num_blocks, self.right.num_blocks)
+
+    @property
+    def eigenvalue_range(self) -> tuple[float, float] | None:
+        """Real where one factor is a gate: Diag(alpha) X is similar to the symmetric Diag(alpha)^1/2 X Diag(alpha)^1/2."""
+        ranges = self.left.eigenvalue_range, self.right.eigenvalue_range
+        if ranges[0] is None or ranges[1] is None or not (self.left.is_diagonal or self.right.is_diagonal):
+            return None
+        ends = [x * y for x in ranges[0] for y in ranges[1]]
+        return min(ends), max(ends)
+
+    @property
+    def spectral_radius(self) -> float | None:
+        """Factors of the package have norm <= their radius, so the radii multiply."""
+        radii = self.left.spectral_radius, self.right.spectral_radius
+        return None if radii[0] is None or radii[1] is None else radii[0] * radii[1]
+
+    def apply(self, state: Tensor) -> Tensor:
+        return self.right.apply(self.left.apply(state))
+
+    def matrix(self, key_dim: int) -> Tensor:
+        return self.left.matrix(key_dim) @ self.right.matrix(key_dim)
+
+    def steps(self) -> tuple[Transition, ...]:
+        """A factor of one step joins its neighbour: a gate before n steps belongs to the first of them."""
+        left, right = self.left.steps(), self.right.steps()
+        if len(left) == len(right) == 1:
+            return (self,)
+        if len(left) == 1:
+            return (Product(left[0], right[0]), *right[1:])
+        if len(right) == 1:
+            return (*left[:-1], Product(left[-1], right[0]))
+        return left + right
+
+    def lower(self) -> NormalForm:
+        left, right = self.left.lower(), self.right.lower()
+        blocks = _common_blocks(left.blocks, right.blocks)
+        if right.log_decay is None:
+            return replace(left, erase=_then(left.erase, right.erase), blocks=blocks)
+        if left.erase is None and not right.reads_before_decay:
+            return replace(right, log_decay=_add(left.log_decay, right.log_decay, blocks), blocks=blocks)
+        if right.erase is None and left.log_decay is None and left.erase is not None and _count(left.erase) == 1:
+            read, direction = left.erase
+            decay, direction = _per_channel(right.log_decay, direction, blocks)
+            erase = read, direction * decay.exp()
+            return NormalForm(right.log_decay, erase, reads_before_decay=True, blocks=blocks)
+        raise NotImplementedError(
+            f"{type(self.right).__name__} decays after {type(self.left).__name__} has erased: this product has no "
+            "normal form; put the gate first, or run form='recurrent'"
+        )
+
+    @classmethod
+    def example(
+        cls, batch: int, seq_len: int, num_heads: int, key_dim: int, generator: torch.Generator | None = None
+    ) -> Self:
+        """DiagonalGate @ Householder."""
+        from .diagonal_gate import DiagonalGate
+        from .householder import Householder
+
+        draw = functools.partial(_draw, batch, seq_len, num_heads, key_dim, generator)
+        return cls(draw(DiagonalGate), draw(Householder))
+
+
+def _draw(
+    batch: int, seq_len: int, num_heads: int, key_dim: int, generator: torch.Generator | None, cls: type[Transition]
+) -> Transition:
+    return cls.example(batch, seq_len, num_heads, key_dim, generator)
+
+
+Erase = tuple[Tensor, Tensor]
+
+
+def _then(first: Erase | None, second: Erase | None) -> Erase | None:
+    """Erase ``first``, then ``second``. A single erasure keeps its identity, by which the write key is recognised."""
+    if first is None or second is None:
+        return second if first is None else first
+    num_heads = max(x.shape[-2] for pair in (first, second) for x in pair)
+    joined = []
+    for x, y in zip(first, second, strict=True):
+        rows = [z if z.ndim == 5 else z.unsqueeze(2) for z in (x, y)]
+        joined.append(torch.cat([expand_heads(z, num_heads, dim=3) for z in rows], dim=2))
+    return joined[0], joined[1]
+
+
+def _count(erase: Erase) -> int:
+    return erase[0].shape[2] if erase[0].ndim == 5 else 1
+
+
+def _common_blocks(left: int, right: int) -> int:
+    if left != right and min(left, right) > 1:
+        raise NotImplementedError(f"blocks: a product of {left} and {right} blocks has no normal form")
+    return max(left, right)
+
+
+def _add(x: Tensor | None, y: Tensor | None, blocks: int) -> Tensor | None:
+    """Sum of two log decays of the normal form, whatever axes each has."""
+    if x is None or y is None:
+        return y if x is None else x
+    x, y = (z if z.ndim in (2, 4) else z.unsqueeze(-1) for z in (x, y))
+    key_dim = max(x.shape[-1], y.shape[-1])
+    x, y = (z if z.shape[-1] in (1, key_dim) else z.repeat_interleave(key_dim // z.shape[-1], -1) for z in (x, y))
+    total = x + y
+    return total.squeeze(-1) if total.shape[-1] == 1 and blocks == 1 else total
+
+
+def _per_channel(log_decay: Tensor, direction: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """``log_decay`` and ``direction`` with the same heads and a channel axis each."""
+    if log_decay.ndim in (1, 3):
+        log_decay = log_decay.unsqueeze(-1)
+    if log_decay.shape[-1] not in (1, direction.shape[-1]):
+        log_decay = log_decay.repeat_interleave(direction.shape[-1] // log_decay.shape[-1], dim=-1)
+    return log_decay, expand_heads(direction, log_decay.shape[-2], direction.ndim - 2)

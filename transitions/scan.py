@@ -1,0 +1,209 @@
+"""Run a recurrence: S_t = S_{t-1} M_t + w_t v_t k_t^T, o_t = scale * S_t q_t.
+
+``recurrent`` is the definition: one token after another through ``Transition.apply``. ``chunk`` runs the normal form
+of ``Transition.lower`` as matrix products. ``step`` is one token.
+
+Shapes: B batch, T time, n writes a token, H key heads, HV value heads, K key_dim, V value_dim, N packed documents.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from statemix.kernels import chunk_scan, expand_heads, merge_write
+
+from .base import Transition
+from .inputs import ScanInputs, check_inputs, check_values
+
+Form = Literal["auto", "recurrent", "chunk"]
+Backend = Literal["auto", "torch", "triton"]
+
+SHORTEST_CHUNKED = 9  # tokens; below, the loop through ``apply`` takes less time than setting up a chunk
+
+_validate_on_gpu: ContextVar[bool] = ContextVar("statemix_validate", default=False)
+
+
+class ScanResult(NamedTuple):
+    """Output [B, T, HV, V] in the dtype of q; final state [B or N, HV, V, K], float32 (float64 for float64 inputs)."""
+
+    output: Tensor
+    final_state: Tensor
+
+
+class Explanation(NamedTuple):
+    """What ``scan`` runs for some inputs, and why."""
+
+    form: Literal["recurrent", "chunk"]
+    backend: Literal["torch"]
+    reason: str
+
+
+@contextmanager
+def validate() -> Iterator[None]:
+    """Check values (log decays <= 0) on a GPU as well; outside, a check there would stall the stream."""
+    token = _validate_on_gpu.set(True)
+    try:
+        yield
+    finally:
+        _validate_on_gpu.reset(token)
+
+
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    transition: Transition,
+    *,
+    write: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: Form = "auto",
+    backend: Backend = "auto",
+    chunk_size: int = 64,
+) -> ScanResult:
+    """Run a sequence through a transition.
+
+    Args:
+        q: [B, T, H, K]. q, k and v share one dtype; gates, beta, write and state have that one or float32.
+        k: [B, T, H, K], or [B, T, n, H, K] for n writes a token.
+        v: [B, T, HV, V], or [B, T, n, HV, V]; value head h uses key head h // (HV / H).
+        transition: M_t.
+        write: w, [B, T, HV], or [B, T, n, HV]; 1 if None. Under ``BlockDiagonal`` a last axis of blocks is allowed.
+        scale: factor on the output; K ** -0.5 if None.
+        initial_state: [B, HV, V, K], or [N, HV, V, K] with ``cu_seqlens``; zeros if None.
+        cu_seqlens: int32 [N + 1], offsets of packed documents, B = 1. Documents may be empty. Rows after the last
+            offset give zeros.
+        form: "recurrent" (the definition, any transition), "chunk" (needs ``transition.lower``), "auto".
+        backend: "torch" or "auto". "triton" raises: this version has no Triton kernels.
+        chunk_size: tokens a chunk, a power of two from 16 to 128.
+
+    Returns:
+        ScanResult(output, final_state). Gradients flow to every tensor and through both.
+
+    Raises:
+        ValueError: a shape, dtype, offset or log decay is not as above.
+        NotImplementedError: form="chunk" for a transition without a normal form, or backend="triton".
+
+    >>> q = k = v = torch.ones(1, 3, 1, 1)
+    >>> scan(q, k, v, Identity(), scale=1.0).output.flatten()
+    tensor([1., 2., 3.])
+    """
+    inputs = check_inputs(q, k, v, transition, write, initial_state, cu_seqlens, chunk_size)
+    chosen = _choose(inputs, form, backend)
+    if not torch.compiler.is_compiling() and (q.device.type == "cpu" or _validate_on_gpu.get()):
+        check_values(transition)
+    scale = inputs.key_dim**-0.5 if scale is None else float(scale)
+    with torch.autocast(q.device.type, enabled=False):
+        state = inputs.initial_state()
+        if chosen.form == "chunk":
+            steps = merge_write(transition.lower(), k, v, write)
+            output, state = chunk_scan(q, steps, state, scale=scale, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
+        else:
+            output, state = _recurrent(inputs, state, scale)
+    return ScanResult(output.to(q.dtype), state)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    transition: Transition,
+    *,
+    write: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    form: Form = "auto",
+    backend: Backend = "auto",
+    chunk_size: int = 64,
+) -> Explanation:
+    """Say what ``scan`` would run for these arguments, and why; raises as ``scan`` would."""
+    inputs = check_inputs(q, k, v, transition, write, initial_state, cu_seqlens, chunk_size)
+    return _choose(inputs, form, backend)
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    transition: Transition,
+    *,
+    state: Tensor,
+    write: Tensor | None = None,
+    scale: float | None = None,
+) -> ScanResult:
+    """One token, S M_t + w v k^T and its read-out, by the definition: what decoding runs.
+
+    Args:
+        q, k, v, transition, write: as in ``scan``, with T = 1.
+        state: [B, HV, V, K]; it is not modified.
+
+    Returns:
+        ScanResult(output [B, 1, HV, V], final_state [B, HV, V, K]).
+    """
+    if q.ndim != 4 or q.shape[1] != 1:
+        raise ValueError(f"q: expected [B, 1, H, K], got {list(q.shape)}; use scan for several tokens")
+    return scan(q, k, v, transition, write=write, scale=scale, initial_state=state, form="recurrent")
+
+
+def _choose(inputs: ScanInputs, form: str, backend: str) -> Explanation:
+    if backend == "triton":
+        raise NotImplementedError("backend: 'triton' cannot run, this version has no Triton kernels; use 'torch'")
+    if backend not in ("auto", "torch"):
+        raise ValueError(f"backend: expected 'auto', 'torch' or 'triton', got {backend!r}")
+    if form == "recurrent":
+        return Explanation("recurrent", "torch", "asked for")
+    if form not in ("auto", "chunk"):
+        raise ValueError(f"form: expected 'auto', 'recurrent' or 'chunk', got {form!r}")
+    try:
+        lowered = inputs.transition.lower()
+        merge_write(lowered, inputs.k, inputs.v, inputs.write)
+    except NotImplementedError as error:
+        if form == "chunk":
+            raise
+        return Explanation("recurrent", "torch", f"no chunk form: {error}")
+    if form == "chunk":
+        return Explanation("chunk", "torch", "asked for")
+    if inputs.seq_len < SHORTEST_CHUNKED:
+        return Explanation("recurrent", "torch", f"{inputs.seq_len} tokens are fewer than {SHORTEST_CHUNKED}")
+    direction = "no erasure" if lowered.erase is None else "erases along the write key"
+    if lowered.erase is not None and lowered.erase[1] is not inputs.k:
+        direction = "erases along a direction of its own, then writes"
+    return Explanation("chunk", "torch", direction)
+
+
+def _recurrent(inputs: ScanInputs, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The definition, for a batch or document after document."""
+    if inputs.cu_seqlens is None:
+        return _recurrent_batch(inputs, state, scale)
+    offsets = inputs.cu_seqlens.tolist()
+    outputs, finals = [], []
+    for n, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        output, final = _recurrent_batch(inputs.between(start, end), state[n : n + 1], scale)
+        outputs.append(output)
+        finals.append(final)
+    outputs.append(state.new_zeros(1, inputs.seq_len - offsets[-1], *state.shape[1:3]))
+    return torch.cat(outputs, dim=1), torch.cat(finals)
+
+
+def _recurrent_batch(inputs: ScanInputs, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    if inputs.seq_len == 0:
+        return state.new_zeros(state.shape[0], 0, *state.shape[1:3]), state
+    num_heads, dtype = state.shape[1], state.dtype
+    q = expand_heads(inputs.q.to(dtype), num_heads, dim=2).unbind(1)
+    k, v = inputs.writes(dtype)  # k with w, [B, T, n, HV, K], and v
+    factors = [step.expand_heads(num_heads).tokens(inputs.seq_len) for step in inputs.transition.steps()]
+    num_writes, outputs = k.shape[2], []
+    for t, (q_t, k_t, v_t) in enumerate(zip(q, k.unbind(1), v.unbind(1), strict=True)):
+        for j in range(max(num_writes, len(factors))):
+            if j < len(factors):
+                state = factors[j][t].apply(state)
+            write = j - max(len(factors) - num_writes, 0)  # one write after several erasures comes last
+            if write >= 0:
+                state = state + v_t[:, write, :, :, None] * k_t[:, write, :, None, :]
+        outputs.append((state @ q_t.unsqueeze(-1)).squeeze(-1))
+    return scale * torch.stack(outputs, dim=1), state
