@@ -2,5 +2,6 @@
 
 from .chunk import chunk_scan
 from .normal_form import MicroSteps, NormalForm, expand_heads, merge_write
+from .segment import Segment, merge
 
-__all__ = ["MicroSteps", "NormalForm", "chunk_scan", "expand_heads", "merge_write"]
+__all__ = ["MicroSteps", "NormalForm", "Segment", "chunk_scan", "expand_heads", "merge", "merge_write"]

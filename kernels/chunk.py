@@ -34,15 +34,15 @@ def chunk_scan(
     """Run the recurrence of ``steps`` in chunks.
 
     Args:
-        q: [B, T, H, K].
+        q: [B, T, H, K]; every tensor has the dtype to compute in.
         steps: the micro-steps; see ``MicroSteps``.
-        initial_state: [B or N, HV, V, K], in the dtype to compute in.
+        initial_state: [B or N, HV, V, K].
         scale: factor on the output.
         chunk_size: C, a power of two.
         cu_seqlens: [N + 1] offsets of packed documents, then B = 1.
 
     Returns:
-        output [B, T, HV, V] and final state [B or N, HV, V, K], both in the dtype of ``initial_state``.
+        output [B, T, HV, V] and final state [B or N, HV, V, K], in that dtype.
     """
     batch, seq_len = q.shape[:2]
     longest = seq_len if cu_seqlens is None else max(int(cu_seqlens.diff().max()), 1)
@@ -52,20 +52,20 @@ def chunk_scan(
     else:
         layout = packed_layout(cu_seqlens, seq_len, chunk_size)
     state = _fold_key(initial_state, steps.blocks).movedim(-2, 2).flatten(1, 2)  # [N, H, V, K]
-    output, state = _scan_chunks(*_rows_by_head(q * scale, steps, layout, state.dtype), state, layout, steps)
+    output, state = _scan_chunks(*_rows_by_head(q * scale, steps, layout), state, layout, steps)
     output = layout.join(output.transpose(1, 2)).unflatten(2, (-1, steps.blocks)).sum(3)
     state = state.unflatten(1, (-1, steps.blocks)).movedim(2, -2).flatten(-2, -1)
     return output, state
 
 
 def _rows_by_head(
-    q: Tensor, steps: MicroSteps, layout: ChunkLayout, dtype: torch.dtype
+    q: Tensor, steps: MicroSteps, layout: ChunkLayout
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
     """q, v, a, b, log_decay with key heads repeated, blocks as heads and chunks in front: [X, H, C, N, K or V]."""
     num_value_heads, blocks = steps.value.shape[3], steps.blocks
 
     def by_head(x: Tensor) -> Tensor:  # [B, T, N, HV, blocks, D] -> [X, H, C, N, D]
-        return layout.split(x.to(dtype).flatten(3, 4)).movedim(3, 1)
+        return layout.split(x.flatten(3, 4)).movedim(3, 1)
 
     def keys(x: Tensor) -> Tensor:
         return by_head(_fold_key(expand_heads(x, num_value_heads, dim=3), blocks))

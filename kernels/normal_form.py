@@ -4,8 +4,8 @@ Every transition that has a chunk form lowers to n micro-steps a token, decay fi
 
     S <- S Diag(d_t);   for j = 1..n:   u = v_tj - S a_tj,   S <- S + u b_tj^T;      o_t = scale * S q_t
 
-a = 0 gives linear attention and gates; a = beta k, b = k gives the delta rule. Either way S_t = S_{t-1} Diag(d_t) + U_t^T B_t:
-the delta family is the additive family run on corrected values u.
+a = 0 gives linear attention and gates; a = beta k, b = k gives the delta rule. Either way
+S_t = S_{t-1} Diag(d_t) + U_t^T B_t: the delta family is the additive family run on corrected values u.
 
 Shapes: B batch, T time, N micro-steps a token, H key heads, HV value heads, K key_dim, V value_dim, blocks.
 Source: arXiv:2406.06484 section 3 (delta rule), arXiv:2502.10297 section 3 (n micro-steps).
