@@ -1,6 +1,7 @@
 """Forward and backward of the chunk form against the step loop, on the CPU.
 
-Prints, for each kind of transition, the best of several runs of both forms and their ratio at B1 T4096 H4 K=V=64 float32.
+Prints, for each kind of transition, the best of several runs of both forms and their ratio, at B1 T4096 H4 K=V=64
+float32.
 Wanted on two cores: 8x without decay or with scalar decay, 5x with diagonal decay.
 
     python benchmarks/chunk_against_steps.py [--seq-len 4096] [--threads 2]

@@ -43,7 +43,7 @@ class Transition(ABC):
         super().__init_subclass__()
         dataclass(frozen=True, eq=False, repr=False)(cls)
         if "apply" in cls.__dict__:
-            cls.apply = _one_write_and_value_heads(cls.apply)  # type: ignore[method-assign]
+            cls.apply = _one_write_and_value_heads(cls.apply)  # type: ignore[assignment, method-assign]
         register_pytree_node(cls, cls._flatten, functools.partial(_unflatten, cls))
 
     @property
@@ -166,6 +166,16 @@ class Transition(ABC):
     def key_dim(self) -> int | None:
         """K, where a field has it."""
         return next((x.shape[-1] for _, x, kind in self.tensors() if kind.has_channels), None)
+
+    @property
+    def write_key(self) -> Tensor | None:
+        """The field named ``key``: where it exists, the key of the write v k^T is this very tensor."""
+        return getattr(self, "key", None)
+
+    @property
+    def natural_write(self) -> Tensor | None:
+        """The write that goes with M_t where none is given, such as the delta rule's beta; None means 1."""
+        return None
 
     @property
     def num_blocks(self) -> int:

@@ -43,9 +43,7 @@ class BlockDiagonal(Transition):
         if key_dim is not None and key_dim % self.blocks:
             raise ValueError(f"blocks: expected a divisor of key_dim {key_dim}, got {self.blocks}")
         if self.inner.num_blocks > 1:
-            raise ValueError(
-                "inner: expected a transition without blocks, got a block-diagonal one; multiply the counts"
-            )
+            raise ValueError("inner: expected a transition without blocks, got a block-diagonal one; use more blocks")
         object.__setattr__(self, "inner", _with_block_axis(self.inner))
 
     @property
@@ -55,6 +53,14 @@ class BlockDiagonal(Transition):
     @property
     def num_blocks(self) -> int:
         return self.blocks
+
+    @property
+    def write_key(self) -> Tensor | None:
+        return self.inner.write_key
+
+    @property
+    def natural_write(self) -> Tensor | None:
+        return self.inner.natural_write
 
     @property
     def eigenvalue_range(self) -> tuple[float, float] | None:
@@ -144,7 +150,7 @@ class BlockDiagonalModule(TransitionModule):
     def __init__(self, config: Config, sizes: HeadSizes) -> None:
         super().__init__()
         if sizes.blocks > 1:
-            raise ValueError("inner: expected a transition without blocks, got block_diagonal; multiply the counts")
+            raise ValueError("inner: expected a transition without blocks, got block_diagonal; use more blocks")
         if sizes.key_dim % config.blocks:
             raise ValueError(f"blocks: expected a divisor of key_dim {sizes.key_dim}, got {config.blocks}")
         self.blocks = config.blocks

@@ -29,12 +29,13 @@ class SoftplusDecay(nn.Module):
         channels = (num_channels,) if num_channels else ()
         self.A_log = nn.Parameter(torch.empty(num_heads, *[1 for _ in channels]))
         self.dt_bias = nn.Parameter(torch.empty(num_heads, *channels))
-        for parameter in self.parameters():
-            parameter.no_weight_decay = True  # type: ignore[attr-defined]
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Draw anew, and mark as free of weight decay: ``to_empty`` makes new parameters without the mark."""
+        for parameter in self.parameters():
+            parameter.no_weight_decay = True  # type: ignore[attr-defined]
         self.A_log.uniform_(1, 16).log_()
         dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp()
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus

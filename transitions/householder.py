@@ -46,8 +46,16 @@ class Householder(Transition):
     def spectral_radius(self) -> float:
         return 1.0
 
+    @property
+    def write_key(self) -> Tensor:
+        return self.direction
+
+    @property
+    def natural_write(self) -> Tensor:
+        return self.beta
+
     def apply(self, state: Tensor) -> Tensor:
-        removed = torch.einsum("...vk,...k->...v", state, self.direction.to(state.dtype))
+        removed = torch.einsum("...vk,...k->...v", state, self.direction)
         return state - self.beta[..., None, None] * removed[..., :, None] * self.direction[..., None, :]
 
     def matrix(self, key_dim: int) -> Tensor:

@@ -16,7 +16,6 @@ from statemix.kernels import expand_heads
 
 from .base import Transition
 from .block_diagonal import BlockDiagonal
-from .kinds import Kind
 
 UNIT_TOLERANCE = 2e-2  # a unit vector rounded to bfloat16 is off by up to 2^-8 in length
 
@@ -49,9 +48,25 @@ class ScanInputs:
         num_states = self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         return self.q.new_zeros(num_states, *self.v.shape[-2:], self.key_dim, dtype=dtype)
 
-    def writes(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def in_state_dtype(self) -> "ScanInputs":
+        """Everything in the dtype of the state; a transition that holds k or the write holds the cast one."""
+        dtype = torch.promote_types(self.q.dtype, torch.float32)
+        if all(
+            x.dtype == dtype
+            for x in (self.q, self.write, *(x for _, x, _ in self.transition.tensors()))
+            if x is not None
+        ):
+            return self
+        q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
+        write = None if self.write is None else self.write.to(dtype)
+        transition = self.transition.map_tensors(
+            lambda _, x: k if x is self.k else write if write is not None and x is self.write else x.to(dtype)
+        )
+        return replace(self, q=q, k=k, v=v, transition=transition, write=write)
+
+    def writes(self) -> tuple[Tensor, Tensor]:
         """w k [B, T, n, HV, K] and v [B, T, n, HV, V]."""
-        k, v, write = self.k.to(dtype), self.v.to(dtype), self.write
+        k, v, write = self.k, self.v, self.write
         if k.ndim == 4:
             k, v, write = k.unsqueeze(2), v.unsqueeze(2), None if write is None else write.unsqueeze(2)
         k = expand_heads(k, v.shape[3], dim=3)
@@ -100,7 +115,7 @@ def check_inputs(
     _expect_shape("v", v, [batch, seq_len, *count, num_value_heads, v.shape[-1]])
     if num_value_heads % num_heads:
         raise ValueError(
-            f"v: expected a number of value heads that is a multiple of the {num_heads} key heads, got {num_value_heads}"
+            f"v: expected value heads to be a multiple of the {num_heads} key heads, got {num_value_heads}"
         )
     if chunk_size not in (16, 32, 64, 128):
         raise ValueError(f"chunk_size: expected a power of two from 16 to 128, got {chunk_size}")
@@ -108,7 +123,7 @@ def check_inputs(
     if write is not None:
         shape = [batch, seq_len, *count, num_value_heads]
         _expect_shape("write", write, shape, shape + [transition.num_blocks])
-    _check_fields(transition, batch, seq_len, num_heads, num_value_heads, key_dim)
+    _check_fields(transition, (batch, seq_len, num_heads, num_value_heads, key_dim))
     _check_writes(transition, count[0] if count else 1)
     num_states = batch if cu_seqlens is None else _num_documents(cu_seqlens, batch, seq_len)
     if initial_state is not None:
@@ -137,7 +152,7 @@ def _check_dtypes(q: Tensor, same: dict[str, Tensor], gates: dict[str, Tensor | 
         raise ValueError(f"q: expected a floating-point dtype, got {q.dtype}")
     fields = {f"{type(transition).__name__}.{name}": x for name, x, _ in transition.tensors()}
     for name, x in {**same, **gates, **fields}.items():
-        allowed = {q.dtype} if name in same or name.endswith("direction") else {q.dtype, torch.float32}
+        allowed = {q.dtype} if name in same else {q.dtype, torch.float32}
         if x is not None and x.dtype not in allowed:
             wanted = " or ".join(sorted(map(str, allowed)))
             raise ValueError(f"{name}: expected {wanted} beside q of {q.dtype}, got {x.dtype}; cast it")
@@ -145,16 +160,9 @@ def _check_dtypes(q: Tensor, same: dict[str, Tensor], gates: dict[str, Tensor | 
             raise ValueError(f"{name}: expected device {q.device} as q has, got {x.device}; move it")
 
 
-def _check_fields(
-    transition: Transition,
-    batch: int,
-    seq_len: int,
-    num_heads: int,
-    num_value_heads: int,
-    key_dim: int,
-    blocks: int = 0,
-) -> None:
+def _check_fields(transition: Transition, sizes: tuple[int, int, int, int, int], blocks: int = 0) -> None:
     """Every tensor of a transition has the shape of its kind, with an axis n after T where its erasures are n."""
+    key_dim = sizes[-1]
     if isinstance(transition, BlockDiagonal) and key_dim % transition.blocks:
         raise ValueError(f"blocks: expected a divisor of key_dim {key_dim}, got {transition.blocks}")
     blocks = transition.num_blocks if isinstance(transition, BlockDiagonal) else blocks
@@ -162,9 +170,9 @@ def _check_fields(
     for name, kind in transition.layout():
         x = getattr(transition, name)
         if isinstance(x, Transition):
-            _check_fields(x, batch, seq_len, num_heads, num_value_heads, key_dim, blocks)
+            _check_fields(x, sizes, blocks)
         elif kind is not None:
-            shape = list(kind.shape(batch, seq_len, num_heads, num_value_heads, key_dim))
+            shape = list(kind.shape(*sizes))
             if kind.is_per_token and kind.high != 0:
                 shape[2:2] = count
             allowed = [shape] if not blocks or kind.has_channels else [shape + [1], shape + [blocks]]
@@ -189,9 +197,7 @@ def _check_writes(transition: Transition, num_writes: int) -> None:
 
 def _num_documents(cu_seqlens: Tensor, batch: int, seq_len: int) -> int:
     if batch != 1:
-        raise ValueError(
-            f"cu_seqlens: expected batch 1, got {batch}; pack the rows into one, [1, T_1 + T_2 + ..., ...]"
-        )
+        raise ValueError(f"cu_seqlens: expected batch 1, got {batch}; pack the rows into one, [1, T_1 + ..., ...]")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"cu_seqlens: expected int32 [N + 1] with N >= 1, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"

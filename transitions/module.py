@@ -89,6 +89,7 @@ class ProductModule(TransitionModule):
 
     def reset_parameters(self) -> None:
         for factor in self.factors:
+            assert isinstance(factor, TransitionModule)
             factor.reset_parameters()
 
 

@@ -40,8 +40,18 @@ class Product(Transition):
         return max(self.left.num_blocks, self.right.num_blocks)
 
     @property
+    def write_key(self) -> Tensor | None:
+        left, right = self.left.write_key, self.right.write_key
+        return left if right is None else right
+
+    @property
+    def natural_write(self) -> Tensor | None:
+        left, right = self.left.natural_write, self.right.natural_write
+        return left if right is None else right
+
+    @property
     def eigenvalue_range(self) -> tuple[float, float] | None:
-        """Real where one factor is a gate: Diag(alpha) X is similar to the symmetric Diag(alpha)^1/2 X Diag(alpha)^1/2."""
+        """Real where one factor is a gate: Diag(a) X is similar to the symmetric Diag(a)^1/2 X Diag(a)^1/2."""
         ranges = self.left.eigenvalue_range, self.right.eigenvalue_range
         if ranges[0] is None or ranges[1] is None or not (self.left.is_diagonal or self.right.is_diagonal):
             return None

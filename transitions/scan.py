@@ -14,12 +14,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from statemix.kernels import chunk_scan, expand_heads, merge_write
+from statemix.kernels import Segment, chunk_scan, expand_heads, merge_write
 
 from .base import Transition
 from .inputs import ScanInputs, check_inputs, check_values
 
-Form = Literal["auto", "recurrent", "chunk"]
+Form = Literal["auto", "recurrent", "chunk", "parallel"]
 Backend = Literal["auto", "torch", "triton"]
 
 SHORTEST_CHUNKED = 9  # tokens; below, the loop through ``apply`` takes less time than setting up a chunk
@@ -37,7 +37,7 @@ class ScanResult(NamedTuple):
 class Explanation(NamedTuple):
     """What ``scan`` runs for some inputs, and why."""
 
-    form: Literal["recurrent", "chunk"]
+    form: Literal["recurrent", "chunk", "parallel"]
     backend: Literal["torch"]
     reason: str
 
@@ -78,7 +78,8 @@ def scan(
         initial_state: [B, HV, V, K], or [N, HV, V, K] with ``cu_seqlens``; zeros if None.
         cu_seqlens: int32 [N + 1], offsets of packed documents, B = 1. Documents may be empty. Rows after the last
             offset give zeros.
-        form: "recurrent" (the definition, any transition), "chunk" (needs ``transition.lower``), "auto".
+        form: "recurrent" (the definition, any transition), "chunk" (needs ``transition.lower``), "parallel" (one chunk
+            as long as the sequence, O(T^2) memory, for teaching and tests), "auto".
         backend: "torch" or "auto". "triton" raises: this version has no Triton kernels.
         chunk_size: tokens a chunk, a power of two from 16 to 128.
 
@@ -87,7 +88,7 @@ def scan(
 
     Raises:
         ValueError: a shape, dtype, offset or log decay is not as above.
-        NotImplementedError: form="chunk" for a transition without a normal form, or backend="triton".
+        NotImplementedError: form="chunk" or "parallel" for a transition without a normal form, or backend="triton".
 
     >>> q = k = v = torch.ones(1, 3, 1, 1)
     >>> scan(q, k, v, Identity(), scale=1.0).output.flatten()
@@ -99,10 +100,13 @@ def scan(
         check_values(transition)
     scale = inputs.key_dim**-0.5 if scale is None else float(scale)
     with torch.autocast(q.device.type, enabled=False):
-        state = inputs.initial_state()
-        if chosen.form == "chunk":
-            steps = merge_write(transition.lower(), k, v, write)
-            output, state = chunk_scan(q, steps, state, scale=scale, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
+        inputs, state = inputs.in_state_dtype(), inputs.initial_state()
+        if chosen.form != "recurrent":
+            steps = merge_write(inputs.transition.lower(), inputs.k, inputs.v, inputs.write)
+            chunk_size = chunk_size if chosen.form == "chunk" else 1 << (q.shape[1] - 1).bit_length()
+            output, state = chunk_scan(
+                inputs.q, steps, state, scale=scale, chunk_size=chunk_size, cu_seqlens=cu_seqlens
+            )
         else:
             output, state = _recurrent(inputs, state, scale)
     return ScanResult(output.to(q.dtype), state)
@@ -150,6 +154,26 @@ def step(
     return scan(q, k, v, transition, write=write, scale=scale, initial_state=state, form="recurrent")
 
 
+def segment_summary(k: Tensor, v: Tensor, transition: Transition, *, write: Tensor | None = None) -> Segment:
+    """The affine map S -> S P + H of a run of tokens; ``statemix.kernels.merge`` joins two.
+
+    Args:
+        k, v, transition, write: as in ``scan``.
+
+    Returns:
+        Segment(P [B, HV, K, K], H [B, HV, V, K]).
+    """
+    value_dim, key_dim = v.shape[-1], k.shape[-1]
+    value = torch.cat([v, v.new_zeros(*v.shape[:-1], key_dim)], dim=-1)
+    eye = torch.eye(key_dim, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+    start = torch.cat([eye.new_zeros(value_dim, key_dim), eye]).expand(k.shape[0], v.shape[-2], -1, -1)
+    q = k if k.ndim == 4 else k[:, :, 0]
+    update, product = scan(q, k, value, transition, write=write, initial_state=start).final_state.split(
+        [value_dim, key_dim], dim=-2
+    )
+    return Segment(product, update)
+
+
 def _choose(inputs: ScanInputs, form: str, backend: str) -> Explanation:
     if backend == "triton":
         raise NotImplementedError("backend: 'triton' cannot run, this version has no Triton kernels; use 'torch'")
@@ -157,17 +181,17 @@ def _choose(inputs: ScanInputs, form: str, backend: str) -> Explanation:
         raise ValueError(f"backend: expected 'auto', 'torch' or 'triton', got {backend!r}")
     if form == "recurrent":
         return Explanation("recurrent", "torch", "asked for")
-    if form not in ("auto", "chunk"):
-        raise ValueError(f"form: expected 'auto', 'recurrent' or 'chunk', got {form!r}")
+    if form not in ("auto", "chunk", "parallel"):
+        raise ValueError(f"form: expected 'auto', 'recurrent', 'chunk' or 'parallel', got {form!r}")
     try:
         lowered = inputs.transition.lower()
         merge_write(lowered, inputs.k, inputs.v, inputs.write)
     except NotImplementedError as error:
-        if form == "chunk":
+        if form != "auto":
             raise
         return Explanation("recurrent", "torch", f"no chunk form: {error}")
-    if form == "chunk":
-        return Explanation("chunk", "torch", "asked for")
+    if form != "auto":
+        return Explanation("chunk" if form == "chunk" else "parallel", "torch", "asked for")
     if inputs.seq_len < SHORTEST_CHUNKED:
         return Explanation("recurrent", "torch", f"{inputs.seq_len} tokens are fewer than {SHORTEST_CHUNKED}")
     direction = "no erasure" if lowered.erase is None else "erases along the write key"
@@ -193,9 +217,9 @@ def _recurrent(inputs: ScanInputs, state: Tensor, scale: float) -> tuple[Tensor,
 def _recurrent_batch(inputs: ScanInputs, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     if inputs.seq_len == 0:
         return state.new_zeros(state.shape[0], 0, *state.shape[1:3]), state
-    num_heads, dtype = state.shape[1], state.dtype
-    q = expand_heads(inputs.q.to(dtype), num_heads, dim=2).unbind(1)
-    k, v = inputs.writes(dtype)  # k with w, [B, T, n, HV, K], and v
+    num_heads = state.shape[1]
+    q = expand_heads(inputs.q, num_heads, dim=2).unbind(1)
+    k, v = inputs.writes()  # k with w, [B, T, n, HV, K], and v
     factors = [step.expand_heads(num_heads).tokens(inputs.seq_len) for step in inputs.transition.steps()]
     num_writes, outputs = k.shape[2], []
     for t, (q_t, k_t, v_t) in enumerate(zip(q, k.unbind(1), v.unbind(1), strict=True)):
