@@ -1,0 +1,101 @@
+"""What a mixer carries from one call to the next: frozen values, one row a sequence.
+
+A state is never changed in place: a call takes one and returns another, so a kept state can be used again, and
+rows can be reordered (beam search), repeated (several samples of one prompt) or dropped (finished sequences).
+
+Shapes: B sequences, HV value heads, V value_dim, K key_dim, W convolution width, L cached keys, D head_dim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+
+class StateError(ValueError):
+    """A state that does not belong to the layer, the model or the batch it was passed to."""
+
+
+@dataclass(frozen=True)
+class StateMixerState:
+    """State of a ``StateMixer``: fixed size, whatever the number of tokens seen.
+
+    Attributes:
+        recurrent: S_t, [B, HV, V, K].
+        conv: the last W - 1 inputs of the short convolution, [B, W - 1, channels]; zeros before the first token.
+    """
+
+    recurrent: Tensor
+    conv: Tensor
+
+    def select(self, index: Tensor | Sequence[int]) -> "StateMixerState":
+        """Rows ``index`` of the state: reorders, repeats or drops sequences."""
+        return StateMixerState(_rows(self.recurrent, index), _rows(self.conv, index))
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """State of an ``Attention`` layer: the keys and values that later tokens may still look at.
+
+    Row b holds its ``min(length[b], L)`` newest tokens at the right end; what lies to their left is never read.
+
+    Attributes:
+        key: rotated keys, [B, L, Hkv, D].
+        value: values, [B, L, Hkv, D].
+        length: tokens seen by each row, hence the position of its next token, [B] int64.
+    """
+
+    key: Tensor
+    value: Tensor
+    length: Tensor
+
+    def select(self, index: Tensor | Sequence[int]) -> "AttentionState":
+        """Rows ``index`` of the state: reorders, repeats or drops sequences."""
+        return AttentionState(_rows(self.key, index), _rows(self.value, index), _rows(self.length, index))
+
+
+MixerState = StateMixerState | AttentionState
+S = TypeVar("S", StateMixerState, AttentionState)
+
+
+def check_state(state: object, kind: type[S], *, shapes: dict[str, tuple[int | None, ...]]) -> S:
+    """Return ``state`` typed as ``kind``.
+
+    Args:
+        state: what the caller passed in.
+        kind: the state class of the layer.
+        shapes: expected shape of each field; None stands for any size.
+
+    Raises:
+        StateError: another class, another number of rows, or the sizes of another layer.
+    """
+    if not isinstance(state, kind):
+        raise StateError(
+            f"state: expected {kind.__name__}, got {type(state).__name__}; pass what this layer returned, or None"
+        )
+    for name, expected in shapes.items():
+        got = tuple(getattr(state, name).shape)
+        if len(got) != len(expected) or any(e not in (None, g) for e, g in zip(expected, got, strict=True)):
+            raise StateError(
+                f"state.{name}: expected shape {_spell(expected)}, got {_spell(got)}; "
+                "the first size is the batch (or the number of packed documents), state.select(index) changes it"
+            )
+    return state
+
+
+def keep_last(stream: Tensor, size: int) -> Tensor:
+    """The last ``size`` places of ``stream`` [B, T, ...], or all when there are fewer.
+
+    A copy: a view would keep the whole stream alive for as long as the state lives.
+    """
+    return stream[:, max(stream.shape[1] - size, 0) :].clone()
+
+
+def _rows(tensor: Tensor, index: Tensor | Sequence[int]) -> Tensor:
+    return tensor.index_select(0, torch.as_tensor(index, dtype=torch.int64, device=tensor.device))
+
+
+def _spell(shape: tuple[int | None, ...]) -> str:
+    return "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
