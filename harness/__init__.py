@@ -1,0 +1,21 @@
+"""The checks a recurrence must pass, for the package's own transitions and for yours."""
+
+from .catalogue import CATALOGUE
+from .check import CHECKS
+from .context import Subject
+from .problem import Problem, Sizes
+from .report import HarnessError, Report, Result
+from .transition import check_transition, transition_checks
+
+__all__ = [
+    "CATALOGUE",
+    "CHECKS",
+    "HarnessError",
+    "Problem",
+    "Report",
+    "Result",
+    "Sizes",
+    "Subject",
+    "check_transition",
+    "transition_checks",
+]

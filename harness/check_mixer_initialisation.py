@@ -1,0 +1,143 @@
+"""Checks of parameters: where they start, that all of them start there and learn, and that a state dict holds them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from statemix.mixers import RMSNorm
+from statemix.transitions import Transition, TransitionModule
+
+from .context import CheckFailure
+from .mixer_check import mixer_check
+from .mixer_context import BATCH, MixerContext, expect_finite, expect_same_bits
+
+STUCK = 1e-6  # a decay this close to 0 or 1 keeps no token, or never forgets one, within any context in use
+NORMS = (RMSNorm, nn.RMSNorm, nn.LayerNorm, nn.GroupNorm)
+
+
+@mixer_check(
+    "reset_parameters draws every parameter and buffer anew: none keeps what was in memory", depends_on_length=False
+)
+def reset_reaches_everything(context: MixerContext, seq_len: int) -> None:
+    mixer = context.fresh()
+    _poison(mixer)
+    _reset(mixer, context.seed)
+    expect_finite(_tensors(mixer))
+
+
+@mixer_check("one seed gives one initialisation, another seed another", depends_on_length=False)
+def seeds_decide_the_parameters(context: MixerContext, seq_len: int) -> None:
+    mixer = context.fresh()
+    drawn = []
+    for seed in (context.seed, context.seed, context.seed + 1):
+        _reset(mixer, seed)
+        drawn.append({name: x.detach().clone() for name, x in _tensors(mixer).items()})
+    expect_same_bits(drawn[1], drawn[0])
+    for name, x in mixer.named_parameters():
+        is_matrix = x.ndim > 1 and bool((x != x.flatten()[0]).any())
+        if is_matrix and torch.equal(drawn[2][name], drawn[0][name]):
+            raise CheckFailure(f"{name}: expected other values under another seed, got the same")
+
+
+@mixer_check(
+    "built on the meta device, given memory and reset, it is the mixer a normal build gives", depends_on_length=False
+)
+def meta_device_is_safe(context: MixerContext, seq_len: int) -> None:
+    normal = context.fresh()
+    with torch.device("meta"):
+        late = context.fresh().to("meta")
+    late.to_empty(device=next(normal.parameters()).device)
+    _poison(late)
+    for mixer in (normal, late):
+        _reset(mixer, context.seed)
+    expect_same_bits(_tensors(late), _tensors(normal))
+    hidden = context.probe(torch.float32).hidden(BATCH, seq_len)
+    with torch.no_grad():
+        expect_same_bits({"output": late(hidden)[0]}, {"output": normal(hidden)[0]})
+    for (name, x), y in zip(normal.named_parameters(), late.parameters(), strict=True):
+        if vars(x) != vars(y):
+            raise CheckFailure(f"{name}: expected the attributes {vars(x)}, got {vars(y)} after to_empty")
+
+
+@mixer_check("norms start with weight 1 and bias 0", depends_on_length=False)
+def norms_start_neutral(context: MixerContext, seq_len: int) -> None:
+    mixer = context.fresh()
+    for name, norm in mixer.named_modules():
+        if isinstance(norm, NORMS):
+            for field, start in (("weight", 1.0), ("bias", 0.0)):
+                x = getattr(norm, field, None)
+                if x is not None and not bool((x == start).all()):
+                    raise CheckFailure(
+                        f"{name}.{field}: expected {start:g} everywhere, got {x.flatten()[0].item():.3g}"
+                    )
+
+
+@mixer_check("at initialisation no gate is stuck at 0 or 1 for all tokens", depends_on_length=False)
+def decays_start_between_0_and_1(context: MixerContext, seq_len: int) -> None:
+    mixer, decays = context.fresh(), list[Tensor]()
+    for module in mixer.modules():
+        if isinstance(module, TransitionModule):
+            module.register_forward_hook(lambda module, arguments, made: decays.extend(_decay(made[0])))
+    hidden = 3 * context.probe(torch.float32).hidden(BATCH, seq_len)
+    with torch.no_grad():
+        mixer(hidden)
+    for decay in decays:
+        for stuck, word in ((decay < STUCK, "0"), (decay > 1 - STUCK, "1")):
+            always = stuck.flatten(0, 1).all(0)  # [HV] or [HV, K]
+            if always.any():
+                head = always.nonzero()[0].tolist()
+                raise CheckFailure(f"decay of head {head[0]}: expected room between 0 and 1, got {word} for all tokens")
+
+
+@mixer_check("every parameter gets a gradient: none is left out of the output", depends_on_length=False)
+def every_parameter_gets_a_gradient(context: MixerContext, seq_len: int) -> None:
+    probe = context.probe()
+    hidden = probe.hidden(BATCH, seq_len)
+    output = probe.run(hidden, [seq_len // 2, seq_len - seq_len // 2])[0]
+    grads = probe.differentiate({"output": output}, {})
+    expect_finite(grads)
+    for name, grad in grads.items():
+        if not grad.any():
+            raise CheckFailure(f"{name}: expected a gradient, got 0 everywhere")
+
+
+@mixer_check(
+    "a state dict holds all there is: loaded into another build it gives the same bits", depends_on_length=False
+)
+def state_dict_holds_everything(context: MixerContext, seq_len: int) -> None:
+    source, target = context.fresh(), context.fresh(context.seed + 1)
+    target.load_state_dict(source.state_dict())
+    hidden = context.probe(torch.float32).hidden(BATCH, seq_len)
+    with torch.no_grad():
+        expect_same_bits({"output": target(hidden)[0]}, {"output": source(hidden)[0]})
+
+
+def _tensors(mixer: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers."""
+    return {**dict(mixer.named_parameters()), **dict(mixer.named_buffers())}
+
+
+@torch.no_grad()
+def _poison(mixer: nn.Module) -> None:
+    """Fill parameters and buffers with what no initialisation would choose."""
+    for tensor in _tensors(mixer).values():
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 85)
+
+
+def _reset(mixer: nn.Module, seed: int) -> None:
+    reset: Any = getattr(mixer, "reset_parameters", None)
+    if reset is None:
+        raise CheckFailure("expected a method reset_parameters() that draws everything anew; to_empty needs it")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        reset()
+
+
+def _decay(transition: Transition) -> list[Tensor]:
+    """The decay of each token, [B, T, HV] or [B, T, HV, K]; nothing where it is constant or no normal form shows it."""
+    try:
+        log_decay = transition.lower().log_decay
+    except NotImplementedError:
+        return []
+    return [] if log_decay is None or log_decay.ndim < 3 else [log_decay.exp()]
