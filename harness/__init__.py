@@ -5,7 +5,7 @@ from .check import CHECKS
 from .context import Subject
 from .problem import Problem, Sizes
 from .report import HarnessError, Report, Result
-from .transition import check_transition, transition_checks
+from .transition import applicable_checks, check_transition, transition_checks
 
 __all__ = [
     "CATALOGUE",
@@ -16,6 +16,7 @@ __all__ = [
     "Result",
     "Sizes",
     "Subject",
+    "applicable_checks",
     "check_transition",
     "transition_checks",
 ]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SAFETY = 64.0  # two runs of one form round differently, row by row
-NEIGHBOURS = 2  # rows on either side that say how large an error is: one alone can be right by accident
+NEIGHBOURS = 2  # rows on either side that say how large a relative error is: one alone can be right by accident
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Reference:
         error = rows = _rows(got.double() - self.exact)
         size, low_error = _rows(self.exact), _rows(self.low.double() - self.exact)
         if got.dtype == torch.float64:
-            low_error = _largest_nearby(low_error)
+            relative = (low_error / size.clamp_min(torch.finfo(torch.float64).tiny)).clamp_max(1.0)
+            low_error = torch.maximum(low_error, _largest_nearby(relative) * size)
         else:
             error, low_error, size = (x.square().mean().sqrt() for x in (error, low_error, size))
         allowed = SAFETY * eps_computed * (low_error / eps_low + size) + eps * size

@@ -99,6 +99,12 @@ def transition_checks(
     return pytest.mark.parametrize("check", [pytest.param(case(name), id=name) for name in names])
 
 
+def applicable_checks(transition: Subjectlike, *, include_slow: bool = False) -> tuple[str, ...]:
+    """Names of the checks that concern what a transition has."""
+    context = _context(as_subject(transition), None, 0)
+    return tuple(c.name for c in applicable(context, Sizes(), include_slow=include_slow))
+
+
 def applicable(context: Context, sizes: Sizes, *, include_slow: bool) -> list[Check]:
     """The checks that concern what the subject has."""
     problem = context.problem(sizes)
