@@ -40,7 +40,8 @@ class ChunkProducts:
 def chunk_products(left: Tensor, right: Tensor, log_decay: Tensor | None, *, first_reads_before: bool) -> ChunkProducts:
     """Decayed products of left [..., C, P, K] and right [..., C, N, K] for log_decay None, [..., C, 1] or [..., C, K].
 
-    With ``first_reads_before`` the first left row of each token reads the state before that token's decay.
+    With ``first_reads_before`` the first left row of each token reads the state before that token's decay; its products
+    with rows of its own token then mean nothing, and nothing reads them.
     """
     if log_decay is None:
         causal = _tokens_up_to(left.shape[-3], left)
