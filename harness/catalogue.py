@@ -3,6 +3,7 @@
 A row draws a float64 problem in range. A new transition adds its row here and brings the whole list of checks.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -138,6 +139,10 @@ def _block_diagonal_count_2(draw: Draw) -> Problem:
     return draw.problem(key, BlockDiagonal(inner, 2), beta)
 
 
+def _sample(row: Callable[[Draw], Problem], sizes: Sizes, generator: torch.Generator) -> Problem:
+    return row(Draw(sizes, generator))
+
+
 ROWS: dict[str, Callable[[Draw], Problem]] = {
     "identity": _identity,
     "identity_two_writes": _identity_two_writes,
@@ -159,6 +164,4 @@ ROWS: dict[str, Callable[[Draw], Problem]] = {
     "block_diagonal_count_2": _block_diagonal_count_2,
 }
 
-CATALOGUE: dict[str, Subject] = {
-    name: Subject(name, lambda sizes, generator, row=row: row(Draw(sizes, generator))) for name, row in ROWS.items()
-}
+CATALOGUE: dict[str, Subject] = {name: Subject(name, functools.partial(_sample, row)) for name, row in ROWS.items()}

@@ -6,9 +6,9 @@ from torch import Tensor
 from statemix.kernels import Segment, merge
 from statemix.transitions import segment_summary
 
-from .allowance import Reference
+from .allowance import Excess, Reference
 from .check import check
-from .context import CheckFailure, Context, Excess, describe, locate
+from .context import CheckFailure, Context, describe, locate
 from .problem import Problem, Sizes
 
 

@@ -1,5 +1,6 @@
 """Checks that every way to run a recurrence gives the same numbers and the same gradients."""
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -104,10 +105,10 @@ def _packed(context: Context, sizes: Sizes, offsets: list[int]) -> Problem:
 def _expect_splits(context: Context, sizes: Sizes, splits: list[list[int]]) -> None:
     problem = context.problem(sizes)
     for split in splits:
-        expect_definition(lambda p, split=split: _in_pieces(context, p, split), problem)
+        expect_definition(functools.partial(_in_pieces, context, split), problem)
 
 
-def _in_pieces(context: Context, problem: Problem, split: list[int]) -> ScanResult:
+def _in_pieces(context: Context, split: list[int], problem: Problem) -> ScanResult:
     state, start, outputs = problem.initial_state, 0, []
     for length in split:
         piece = replace(problem.tokens(start, start + length), initial_state=state)

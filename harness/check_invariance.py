@@ -1,5 +1,6 @@
 """Checks of what must not matter: the future, the order of heads and rows, the memory layout, absent arguments."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,14 +12,14 @@ from statemix.transitions import ScanResult
 from .check import check
 from .context import Context, Run, expect_definition, expect_equal, expect_equivalent, random_weights
 from .definition import definition
-from .problem import Axes, Problem, Sizes
+from .problem import Axes, Change, Problem, Sizes
 
 
 @check("changing the future changes neither outputs nor gradients of the past, bit for bit")
 def future_does_not_leak(context: Context, sizes: Sizes) -> None:
     problem = context.problem(sizes)
     for present in {max(sizes.seq_len // 6, 1), sizes.seq_len // 2, sizes.seq_len - 1} - {0}:
-        changed = problem.map(lambda axes, x, p=present: _replace_future(axes, x, p))
+        changed = problem.map(functools.partial(_replace_future, present))
         for form in context.forms():
             first, second = (_prefix(context, x, form, present) for x in (problem, changed))
             expect_equal(second, first)
@@ -44,7 +45,7 @@ def grouped_heads_equal_repeated_ones(context: Context, sizes: Sizes) -> None:
 
     for form in context.forms():
         run = context.run(form)
-        expect_equivalent(run, lambda p, run=run: run(p.map(repeat)), problem)
+        expect_equivalent(run, _after(repeat, run), problem)
 
 
 @check("transposed, sliced and expanded inputs give what contiguous ones give")
@@ -53,7 +54,7 @@ def strides_do_not_matter(context: Context, sizes: Sizes) -> None:
     for form in context.forms():
         run = context.run(form)
         for layout in (_transposed, _every_second):
-            expect_equivalent(lambda p, run=run, layout=layout: run(p.map(lambda _, x: layout(x))), run, problem)
+            expect_equivalent(_after(layout, run), run, problem)
 
 
 @check("upstream gradients that are views (a concatenation, a sum, a transpose) are honoured")
@@ -76,13 +77,15 @@ def absent_arguments_are_neutral(context: Context, sizes: Sizes) -> None:
     problem = replace(context.problem(sizes, has_state=False), write=None)
     ones = problem.v.new_ones(problem.v.shape[:-1])
     shape = (sizes.batch, sizes.num_value_heads, sizes.value_dim, sizes.key_dim)
+
+    def spelled_out(run: Run) -> Run:
+        def run_with_all(p: Problem) -> ScanResult:
+            return run(replace(p, write=ones.to(p.v), initial_state=p.v.new_zeros(shape)))
+
+        return run_with_all
+
     for form in context.forms():
-        run = context.run(form, scale=sizes.key_dim**-0.5)
-        expect_equivalent(
-            context.run(form),
-            lambda p, run=run: run(replace(p, write=ones.to(p.v), initial_state=p.v.new_zeros(shape))),
-            problem,
-        )
+        expect_equivalent(context.run(form), spelled_out(context.run(form, scale=sizes.key_dim**-0.5)), problem)
 
 
 @check("scale multiplies the output and nothing else")
@@ -90,7 +93,7 @@ def scale_multiplies_the_output(context: Context, sizes: Sizes) -> None:
     problem = context.problem(sizes)
     for scale in (1.0, 0.3):
         for form in context.forms():
-            expect_equivalent(context.run(form, scale=scale), lambda p, s=scale: definition(p, s), problem)
+            expect_equivalent(context.run(form, scale=scale), functools.partial(definition, scale=scale), problem)
 
 
 @check("a token that writes nothing changes the state by M_t alone")
@@ -102,7 +105,12 @@ def zero_write_only_forgets(context: Context, sizes: Sizes) -> None:
         expect_definition(context.run(form), silent)
 
 
-def _replace_future(axes: Axes, x: Tensor, present: int) -> Tensor:
+def _after(change: Change, run: Run) -> Run:
+    """``run`` on the problem after ``change``."""
+    return lambda problem: run(problem.map(change))
+
+
+def _replace_future(present: int, axes: Axes, x: Tensor) -> Tensor:
     """Other values in range from token ``present`` on: what other tokens hold, scaled where that stays in range."""
     if axes.token is None:
         return x
@@ -136,7 +144,7 @@ def _expect_permutation(context: Context, sizes: Sizes, axis: Callable[[Axes], i
         place = axis(axes)
         return x if place is None else x.flip(place)
 
-    named = {f"d {name}": axes for name, x, axes in problem._named()}
+    named = {f"d {name}": axes for name, x, axes in problem.named()}
     axes_of |= {name: axis(axes) for name, axes in named.items()}
     for form in context.forms():
         want = differentiate_uniform(context.run(form), problem)
@@ -156,11 +164,11 @@ def differentiate_uniform(run: Callable[[Problem], tuple[Tensor, Tensor]], probl
     return {"output": output.detach(), "final_state": state.detach()} | named
 
 
-def _transposed(x: Tensor) -> Tensor:
+def _transposed(axes: Axes, x: Tensor) -> Tensor:
     """The same values with the first two axes swapped in memory."""
     return x.transpose(0, 1).contiguous().transpose(0, 1) if x.ndim > 1 else x
 
 
-def _every_second(x: Tensor) -> Tensor:
+def _every_second(axes: Axes, x: Tensor) -> Tensor:
     """The same values as every second entry of the last axis of a wider tensor whose other entries are NaN."""
     return torch.stack([x, torch.full_like(x, torch.nan)], dim=-1)[..., 0]

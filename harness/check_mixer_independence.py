@@ -1,6 +1,7 @@
 """Checks of what must not matter: the future, the other sequences of a batch, the layout in memory."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,24 +33,16 @@ def batch_rows_are_independent(context: MixerContext, seq_len: int) -> None:
     want, got = (_row(probe, x) for x in (hidden, changed))
     expect_same_bits(got, want)
 
-    def outputs(probe: Probe, order: list[int]) -> dict[str, Tensor]:
-        with torch.no_grad():
-            return {"output": probe.run(probe.hidden(BATCH + 1, seq_len)[order])[0][torch.tensor(order).argsort()]}
-
-    context.expect(lambda p: outputs(p, [2, 0, 1]), lambda p: outputs(p, [0, 1, 2]))
+    run = partial(_in_order, seq_len=seq_len)
+    context.expect(partial(run, order=[2, 0, 1]), partial(run, order=[0, 1, 2]))
 
 
 @mixer_check("transposed, sliced and expanded inputs, and upstream gradients that are views, change nothing")
 def strides_do_not_matter(context: MixerContext, seq_len: int) -> None:
-    def run(probe: Probe, rows: int, layout: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        hidden = probe.hidden(rows, seq_len).requires_grad_()
-        output = probe.run(layout(hidden))[0]
-        joined = torch.cat([output, 2 * output], dim=-1).transpose(0, 1)
-        return {"output": output} | probe.differentiate({"joined": joined, "sum": output.sum(1)}, {"hidden": hidden})
-
     for layout, rows in ((_transposed, BATCH), (_every_second, BATCH), (_expanded, 1)):
+        run = partial(_laid_out, seq_len=seq_len, rows=rows)
         try:
-            context.expect(lambda p, n=rows, k=layout: run(p, n, k), lambda p, n=rows: run(p, n, _contiguous))
+            context.expect(partial(run, layout=layout), partial(run, layout=_contiguous))
         except CheckFailure as failure:
             raise CheckFailure(f"{failure}, hidden states {layout.__name__.strip('_').replace('_', ' ')}") from None
 
@@ -68,6 +61,21 @@ def _row(probe: Probe, hidden: Tensor) -> dict[str, Tensor]:
     hidden = hidden.clone().requires_grad_()
     output = probe.run(hidden)[0][:1]
     return {"output": output} | probe.differentiate({"output": output}, {"hidden": hidden})
+
+
+def _in_order(probe: Probe, *, seq_len: int, order: list[int]) -> dict[str, Tensor]:
+    """Outputs of a batch given in some order, put back in the first one."""
+    with torch.no_grad():
+        output = probe.run(probe.hidden(BATCH + 1, seq_len)[order])[0]
+    return {"output": output[torch.tensor(order).argsort()]}
+
+
+def _laid_out(probe: Probe, *, seq_len: int, rows: int, layout: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Outputs and gradients for inputs in some layout; what comes down to the output are views as well."""
+    hidden = probe.hidden(rows, seq_len).requires_grad_()
+    output = probe.run(layout(hidden))[0]
+    joined = torch.cat([output, 2 * output], dim=-1).transpose(0, 1)
+    return {"output": output} | probe.differentiate({"joined": joined, "sum": output.sum(1)}, {"hidden": hidden})
 
 
 def _contiguous(x: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ The documents are of 0, a few, 1, 0, many and 2 tokens; the long one starts in t
 belong to no document follow.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -17,22 +19,16 @@ BEFORE = 5  # tokens that every document saw before, where it starts from a stat
 
 @mixer_check("each packed document gives the outputs and all the gradients it gives alone")
 def packed_documents_equal_separate_ones(context: MixerContext, seq_len: int) -> None:
-    offsets = documents(seq_len)
     for has_state in (False, True):
-        context.expect(
-            lambda p, s=has_state: _differentiate(p, offsets, seq_len, is_packed=True, has_state=s),
-            lambda p, s=has_state: _differentiate(p, offsets, seq_len, is_packed=False, has_state=s),
-        )
+        run = partial(_differentiate, offsets=documents(seq_len), has_state=has_state)
+        context.expect(partial(run, is_packed=True), partial(run, is_packed=False))
 
 
 @mixer_check("each packed document hands on its own state, an empty one the state it was given")
 def packed_states_equal_separate_ones(context: MixerContext, seq_len: int) -> None:
-    offsets = documents(seq_len)
     for has_state in (False, True):
-        context.expect(
-            lambda p, s=has_state: _continue(p, offsets, seq_len, is_packed=True, has_state=s),
-            lambda p, s=has_state: _continue(p, offsets, seq_len, is_packed=False, has_state=s),
-        )
+        run = partial(_continue, offsets=documents(seq_len), has_state=has_state)
+        context.expect(partial(run, is_packed=True), partial(run, is_packed=False))
 
 
 @mixer_check("tokens after the last document give zeros, in gradients as well")
@@ -40,7 +36,7 @@ def tokens_of_no_document_give_zeros(context: MixerContext, seq_len: int) -> Non
     probe, offsets = context.probe(), documents(seq_len)
     end = offsets[-1]
     hidden = probe.hidden(1, seq_len + TAIL).requires_grad_()
-    output = probe.mixer(hidden, cu_seqlens=_cu_seqlens(probe, offsets))[0]
+    output = probe.call(hidden, cu_seqlens=_cu_seqlens(probe, offsets))[0]
     gradient = probe.differentiate({"output": output}, {"hidden": hidden})["d hidden"]
     tail = {"output after the documents": output[:, end:], "d hidden after the documents": gradient[:, end:]}
     expect_same_bits(tail, {name: torch.zeros_like(x) for name, x in tail.items()})
@@ -50,7 +46,7 @@ def tokens_of_no_document_give_zeros(context: MixerContext, seq_len: int) -> Non
 def packing_a_batch_is_refused(context: MixerContext, seq_len: int) -> None:
     probe = context.probe()
     try:
-        probe.mixer(probe.hidden(BATCH, seq_len + TAIL), cu_seqlens=_cu_seqlens(probe, documents(seq_len)))
+        probe.call(probe.hidden(BATCH, seq_len + TAIL), cu_seqlens=_cu_seqlens(probe, documents(seq_len)))
     except ValueError as error:
         if "cu_seqlens" in str(error):
             return
@@ -75,30 +71,28 @@ def _run(
     bounds = list(zip(offsets, offsets[1:], strict=False))
     start = probe.run(probe.hidden(len(bounds), BEFORE, draw=1))[1] if has_state else None
     if is_packed:
-        output, state = probe.mixer(hidden, start, cu_seqlens=_cu_seqlens(probe, offsets))
+        output, state = probe.call(hidden, start, cu_seqlens=_cu_seqlens(probe, offsets))
         return [output[:, a:b] for a, b in bounds], [state.select([n]) for n in range(len(bounds))]
     outputs: list[Tensor] = []
     states: list[object] = []
     for n, (a, b) in enumerate(bounds):
         own = None if start is None else start.select([n])
-        output, state = (hidden[:, a:b], own) if a == b else probe.mixer(hidden[:, a:b], own)
+        output, state = (hidden[:, a:b], own) if a == b else probe.call(hidden[:, a:b], own)
         outputs.append(output)
         states.append(state)
     return outputs, states
 
 
-def _differentiate(
-    probe: Probe, offsets: list[int], seq_len: int, *, is_packed: bool, has_state: bool
-) -> dict[str, Tensor]:
-    hidden = probe.hidden(1, seq_len + TAIL).requires_grad_()
+def _differentiate(probe: Probe, *, offsets: list[int], is_packed: bool, has_state: bool) -> dict[str, Tensor]:
+    hidden = probe.hidden(1, offsets[-1] + TAIL).requires_grad_()
     outputs, _ = _run(probe, hidden, offsets, is_packed=is_packed, has_state=has_state)
     named = {f"output of document {n}": output for n, output in enumerate(outputs)}
     return named | probe.differentiate(named, {"hidden": hidden})
 
 
-def _continue(probe: Probe, offsets: list[int], seq_len: int, *, is_packed: bool, has_state: bool) -> dict[str, Tensor]:
+def _continue(probe: Probe, *, offsets: list[int], is_packed: bool, has_state: bool) -> dict[str, Tensor]:
     """Three more tokens for each document; one that is empty and had no state has none now."""
     with torch.no_grad():
-        hidden, after = probe.hidden(1, seq_len + TAIL), probe.hidden(1, 3, draw=2)
+        hidden, after = probe.hidden(1, offsets[-1] + TAIL), probe.hidden(1, 3, draw=2)
         _, states = _run(probe, hidden, offsets, is_packed=is_packed, has_state=has_state)
         return {f"output after document {n}": probe.run(after, state=state)[0] for n, state in enumerate(states)}

@@ -1,5 +1,8 @@
 """Checks of the state as a value: its declared size, its rows, and that nobody changes it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,20 +51,13 @@ def states_own_their_memory(context: MixerContext, seq_len: int) -> None:
 
 @mixer_check("select reorders, repeats and drops sequences: beam search and finished rows")
 def select_picks_rows(context: MixerContext, seq_len: int) -> None:
-    def run(probe: Probe, index: list[int], form: Any) -> dict[str, Tensor]:
-        """Continue each picked sequence; ``form`` of None picks whole sequences instead of states."""
-        before, after = probe.hidden(ROWS, seq_len), probe.hidden(len(index), 3, draw=1)
-        with torch.no_grad():
-            if form is None:
-                return {"output": probe.run(after, state=probe.run(before[index])[1])[0]}
-            return {"output": probe.run(after, state=probe.run(before)[1].select(form(index)))[0]}
-
-    for index in ([2, 0, 1], [1, 1, 0, 2], [2]):
-        for form in (list, torch.tensor):
+    for rows in ([2, 0, 1], [1, 1, 0, 2], [2]):
+        from_the_start = partial(_continue_rows, seq_len=seq_len, rows=rows, index=None)
+        for index in (rows, torch.tensor(rows)):
             try:
-                context.expect(lambda p, i=index, f=form: run(p, i, f), lambda p, i=index: run(p, i, None))
+                context.expect(partial(_continue_rows, seq_len=seq_len, rows=rows, index=index), from_the_start)
             except CheckFailure as failure:
-                raise CheckFailure(f"{failure}, after state.select({form(index)})") from None
+                raise CheckFailure(f"{failure}, after state.select({index})") from None
 
 
 @mixer_check("a state passed in stays as it was: a kept state can be used again")
@@ -98,15 +94,31 @@ def runs_are_repeatable(context: MixerContext, seq_len: int) -> None:
 @mixer_check("NaN in memory that was never written does not reach a result")
 def unwritten_memory_is_never_read(context: MixerContext, seq_len: int) -> None:
     want = _everything(context.probe(), seq_len)
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    with _new_memory_is_nan():
+        got = _everything(context.probe(), seq_len)
+    expect_same_bits(got, want)
+
+
+@contextmanager
+def _new_memory_is_nan() -> Iterator[None]:
+    """torch.empty and its like return memory full of NaN."""
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     try:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        got = _everything(context.probe(), seq_len)
+        settings.fill_uninitialized_memory = True
+        yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
-    expect_same_bits(got, want)
+        settings.fill_uninitialized_memory = before[1]
+
+
+def _continue_rows(probe: Probe, *, seq_len: int, rows: list[int], index: Any) -> dict[str, Tensor]:
+    """Three more tokens for some rows of a batch: of its state by ``index``, or of the sequences themselves if None."""
+    before, after = probe.hidden(ROWS, seq_len), probe.hidden(len(rows), 3, draw=1)
+    with torch.no_grad():
+        state = probe.run(before[rows])[1] if index is None else probe.run(before)[1].select(index)
+        return {"output": probe.run(after, state=state)[0]}
 
 
 def _everything(probe: Probe, seq_len: int) -> dict[str, Tensor]:

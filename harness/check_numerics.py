@@ -1,6 +1,8 @@
 """Checks at the edges: precisions, gates at their limits, repeated keys, memory that was never written."""
 
+import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -16,11 +18,11 @@ HARDEST = -80.0  # e^-80 is the smallest decay that still has a float32 gradient
 
 
 def _has_decay(problem: Problem) -> bool:
-    return any(axes.is_log_decay and axes.token is not None for _, _, axes in problem._named())
+    return any(axes.is_log_decay and axes.token is not None for _, _, axes in problem.named())
 
 
 def _has_direction(problem: Problem) -> bool:
-    return any(axes.is_unit for _, _, axes in problem._named())
+    return any(axes.is_unit for _, _, axes in problem.named())
 
 
 @check("float32, bfloat16 and float16 inputs: as exact as the definition in float32, states in float32")
@@ -69,7 +71,7 @@ def autocast_is_ignored(context: Context, sizes: Sizes) -> None:
 def extreme_decays_are_exact(context: Context, sizes: Sizes) -> None:
     problem = context.problem(sizes)
     for pattern in range(NUM_PATTERNS):
-        hard = problem.map(lambda axes, x, p=pattern: _pattern(x, axes, p) if axes.is_log_decay else x)
+        hard = problem.map(functools.partial(_pattern, pattern))
         for form in context.forms():
             expect_definition(context.run(form), hard)
             expect_definition(context.run(form), hard.to(torch.float32))
@@ -118,16 +120,10 @@ def gradcheck_passes(context: Context, sizes: Sizes) -> None:
 @check("NaN in memory that was never written does not reach a result")
 def unwritten_memory_is_never_read(context: Context, sizes: Sizes) -> None:
     problem = context.problem(sizes)
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     for form in context.forms():
         want = differentiate(context.run(form), problem)
-        try:
-            torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = True
+        with _allocations_of_nan():
             got = differentiate(context.run(form), problem)
-        finally:
-            torch.use_deterministic_algorithms(before[0])
-            torch.utils.deterministic.fill_uninitialized_memory = before[1]
         expect_equal(got, want)
 
 
@@ -137,29 +133,41 @@ def neighbours_in_memory_do_not_matter(context: Context, sizes: Sizes) -> None:
     for form in context.forms():
         want = differentiate(context.run(form), problem)
         for poison in (torch.nan, 1e30):
-            run = context.run(form)
-            got = differentiate(lambda p, r=run, x=poison: r(p.map(lambda _, t: _in_front_of(t, x))), problem)
+            got = differentiate(context.run(form), problem.map(functools.partial(_in_front_of, poison)))
             expect_equal(got, want)
 
 
 NUM_PATTERNS = 7
 
 
-def _pattern(x: Tensor, axes: Axes, pattern: int) -> Tensor:
+@contextmanager
+def _allocations_of_nan() -> Iterator[None]:
+    """``torch.empty`` gives NaN: what deterministic mode fills memory with."""
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fill_uninitialized_memory is on by default
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)
+
+
+def _pattern(pattern: int, axes: Axes, x: Tensor) -> Tensor:
     """All at a bound, one spike, alternating, a ramp, resets, levels mixed over tokens and channels."""
-    token = torch.arange(x.shape[1]).view(-1, *[1] * (x.ndim - 2)) if axes.token is not None else torch.arange(1)
+    if not axes.is_log_decay:
+        return x
+    seq_len = x.shape[1] if axes.token is not None else 1
+    token = torch.arange(seq_len).view(-1, *[1] * (x.ndim - 2))
     levels = torch.tensor([0.0, -1e-4, -5.0, HARDEST], dtype=x.dtype)
-    channel = torch.arange(x.shape[-1])
-    values: Iterator[Tensor] | list[Tensor] = [
-        torch.full_like(x, HARDEST),
-        torch.full_like(x, -5.0),
-        torch.where(token == x.shape[min(1, x.ndim - 1)] // 2, HARDEST, 0.0),
+    patterns = (
+        torch.tensor(HARDEST),
+        torch.tensor(-5.0),
+        torch.where(token == seq_len // 2, HARDEST, 0.0),
         torch.where(token % 2 == 0, HARDEST, 0.0),
-        -5.0 * token / x.shape[min(1, x.ndim - 1)],
+        -5.0 * token / seq_len,
         torch.where(token % 8 == 7, HARDEST, -1e-4),
-        levels[(3 * token + channel) % 4],
-    ]
-    return values[pattern].to(x.dtype).expand_as(x).clone()  # type: ignore[index]
+        levels[(3 * token + torch.arange(x.shape[-1])) % len(levels)],
+    )
+    return patterns[pattern].to(x.dtype).expand_as(x).clone()
 
 
 def _with_rates(problem: Problem, rate: float) -> Problem | None:
@@ -171,7 +179,7 @@ def _with_rates(problem: Problem, rate: float) -> Problem | None:
     return problem.map(lambda _, x: torch.full_like(x, rate) if id(x) in rates else x)
 
 
-def _in_front_of(x: Tensor, poison: float) -> Tensor:
+def _in_front_of(poison: float, axes: Axes, x: Tensor) -> Tensor:
     """The same values in a buffer whose remainder is ``poison``."""
-    buffer = torch.full((2 * x.numel() + 64,), poison, dtype=x.dtype)
-    return torch.cat([x.flatten(), buffer])[: x.numel()].view(x.shape)
+    poisoned = torch.full((x.numel() + 64,), poison, dtype=x.dtype)
+    return torch.cat([x.flatten(), poisoned])[: x.numel()].view(x.shape)

@@ -72,7 +72,7 @@ def differentiate(run: Run, problem: Problem, *, seed: int = 1) -> dict[str, Ten
     leaves = problem.leaves()
     result = run(leaves)
     generator = torch.Generator().manual_seed(seed)
-    loss = sum((x * random_weights(x, generator)).sum() for x in result)
+    loss = torch.stack([(x * random_weights(x, generator)).sum() for x in result]).sum()
     names, tensors = zip(*leaves.tensors().items(), strict=True)
     grads = torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True)
     named = {f"d {name}": grad for name, grad in zip(names, grads, strict=True)}

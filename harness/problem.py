@@ -54,13 +54,14 @@ class Problem:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(*self.q.shape[:3], self.v.shape[-2], self.q.shape[-1], self.v.shape[-1])
+        batch, seq_len, num_heads, key_dim = self.q.shape
+        num_value_heads, value_dim = self.v.shape[-2:]
+        return Sizes(batch, seq_len, num_heads, num_value_heads, key_dim, value_dim)
 
     def tensors(self) -> dict[str, Tensor]:
         """Every floating-point tensor once, by name."""
-        named = [(name, x) for name, x, _ in self._named()]
-        seen: set[int] = set()
-        return {name: x for name, x in named if not (id(x) in seen or seen.add(id(x)))}  # type: ignore[func-returns-value]
+        by_identity = {id(x): (name, x) for name, x, _ in reversed(list(self.named()))}
+        return dict(reversed(by_identity.values()))
 
     def map(self, change: Change) -> "Problem":
         """The problem with every tensor changed; a tensor that occurs twice is changed once."""
@@ -72,7 +73,7 @@ class Problem:
             return done[id(x)]
 
         changed: dict[str, Any] = {
-            name: once(axes, x) for name, x, axes in self._named() if not name.startswith("transition.")
+            name: once(axes, x) for name, x, axes in self.named() if not name.startswith("transition.")
         }
         blocks = self.transition.num_blocks
         transition = self.transition.map_tensors(lambda kind, x: once(_axes_of(kind, x, blocks), x))
@@ -93,7 +94,8 @@ class Problem:
         """Keyword arguments of ``scan``."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
-    def _named(self) -> Iterator[tuple[str, Tensor, Axes]]:
+    def named(self) -> Iterator[tuple[str, Tensor, Axes]]:
+        """Name, tensor and axes of everything the problem holds, a shared tensor under each of its names."""
         head = self.k.ndim - 2
         plain = {
             "q": Axes(0, 1, 2, is_key_head=True, is_vector=True),

@@ -71,7 +71,7 @@ def _faults(details: ErrorDetails, data: Any, schema: type[BaseModel]) -> list[F
         case "transition_name":
             name = _mapping_at(path, data)["type"]
             inside = path if value_at(data, path) == name else (*path, "type")
-            return [Fault(inside, _wanted(context["known"].split(", "), name))]
+            return [Fault(inside, _wanted(context["known"].split(", "), name) + _as_own(name))]
         case _:
             return [Fault(path, _wrong_value(details), at_key=at_key)]
 
@@ -173,6 +173,11 @@ def _wanted(names: list[str], got: object) -> str:
 def _as_transition(path: KeyPath, got: object) -> str:
     is_one = path[-1:] == ("mixer",) and got in transition_names()
     return f"; {got} is a transition: {{type: state, transition: {got}, ...}}" if is_one else ""
+
+
+def _as_own(name: object) -> str:
+    is_near = nearest(name, transition_names()) is not None
+    return "" if is_near else "; for a transition of your own name its file under plugins, or with --plugin"
 
 
 def _wrong_value(details: ErrorDetails) -> str:

@@ -9,12 +9,13 @@ from pydantic import ValidationError
 
 from statemix.blocks import CausalLM
 
-from .errors import RecipeError, did_you_mean, shown
+from .errors import Fault, RecipeError, did_you_mean, shown
 from .faults import faults_of
 from .interpolation import resolve
 from .known_keys import value_at
 from .marked_yaml import Document, YamlError, read_yaml
 from .overrides import apply_overrides
+from .plugins import add_plugins, load_plugins
 from .recipe import Recipe
 from .source import Source
 
@@ -26,12 +27,18 @@ def shipped() -> dict[str, Path]:
     return {file.stem: file for file in sorted(_FOLDER.glob("*.yaml"))}
 
 
-def load(recipe: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
-    """Read and check a recipe.
+def load(
+    recipe: str | os.PathLike[str] | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    plugins: Sequence[str | os.PathLike[str]] = (),
+) -> Recipe:
+    """Read and check a recipe; the Python files that it names under ``plugins`` are run first.
 
     Args:
         recipe: a YAML file, the name of a shipped recipe (``quickstart``), or the contents as a dict.
         overrides: changes such as ``layers.delta.mixer.transition=gla``, applied in order, before derived values.
+        plugins: Python files with transitions of your own, relative to the current folder, besides those of the recipe.
 
     Raises:
         RecipeError: lists every fault with file, line and column (or the override), key path, and what to do.
@@ -40,10 +47,13 @@ def load(recipe: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence
         file, document = None, Document(_plain(recipe), {})
     else:
         file, document = _read_file(recipe)
-    data = document.data
+    data, folder = document.data, Path() if file is None else Path(file).parent
+    _raise_any(load_plugins(data, folder), Source(file, document.places))
+    add_plugins(data, plugins)
     applied = apply_overrides(data, overrides, Recipe)
     source = Source(file, document.places, tuple(applied))
     unresolved = resolve(data)
+    _raise_any(load_plugins(data, folder), source)  # those that an override names
     try:
         # Strict throughout: true is not 1, 2.0 is not 2, '8' is not 8, whatever the parts themselves allow.
         checked = Recipe.model_validate(data, strict=True)
@@ -52,9 +62,13 @@ def load(recipe: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence
         raise source.error(
             unresolved + [fault for fault in found if not _is_open(value_at(data, fault.path))]
         ) from None
-    if unresolved:
-        raise source.error(unresolved)
+    _raise_any(unresolved, source)
     return checked
+
+
+def _raise_any(faults: list[Fault], source: Source) -> None:
+    if faults:
+        raise source.error(faults)
 
 
 def _plain(value: Any) -> Any:

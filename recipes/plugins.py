@@ -13,17 +13,17 @@ from .errors import Fault, RecipeError
 def load_plugins(data: dict[Any, Any], folder: Path) -> list[Fault]:
     """Run the files under ``plugins``, which are relative to ``folder``, and write their full paths in their place.
 
-    Whatever is no list of texts is left to validation.
+    Whatever is no list of texts is left to validation, and an interpolation to a second call.
     """
-    files = data.get("plugins")
-    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-        return []
+    files = _named_by(data)
     faults = []
     for index, file in enumerate(files):
+        if "${" in file:
+            continue
         path = Path(os.path.abspath(folder / file))
-        twin = next((other for other in files[:index] if Path(other).name == path.name), None)
         try:
-            if twin is not None and Path(twin) != path:
+            twin = _twin(path, files[:index])
+            if twin is not None and twin != path:
                 raise PluginError(f"expected files of different names, got {file} and {twin}; rename one")
             load_plugin(path)
         except PluginError as error:
@@ -33,16 +33,32 @@ def load_plugins(data: dict[Any, Any], folder: Path) -> list[Fault]:
 
 
 def add_plugins(data: dict[Any, Any], files: Sequence[str | os.PathLike[str]]) -> None:
-    """Append ``files``, relative to the current folder, to the plugins of a recipe.
+    """Append ``files``, relative to the current folder, to those that ``load_plugins`` has run.
+
+    A copy of one that the recipe names already is left out.
 
     Raises:
-        RecipeError: one of them cannot be used.
+        RecipeError: one of them cannot be used, or has the name of another but not its text.
     """
-    for file in files:
+    for path in map(Path, map(os.path.abspath, files)):
+        named = _named_by(data)
+        twin = _twin(path, named)
         try:
-            load_plugin(Path(file))
+            if twin is None:
+                load_plugin(path)
+                data["plugins"] = [*named, str(path)]
+            elif path.read_bytes() != twin.read_bytes():
+                raise PluginError(
+                    f"{path}: expected the text of {twin}, got another; restore it, or rename one of them"
+                )
         except PluginError as error:
             raise RecipeError(f"plugin {error}") from None
-    named = data.setdefault("plugins", [])
-    if isinstance(named, list):
-        named += [path for path in map(os.path.abspath, files) if path not in named]
+
+
+def _named_by(data: dict[Any, Any]) -> list[str]:
+    files = data.get("plugins")
+    return files if isinstance(files, list) and all(isinstance(file, str) for file in files) else []
+
+
+def _twin(path: Path, others: Sequence[str]) -> Path | None:
+    return next((Path(other) for other in others if Path(other).name == path.name), None)

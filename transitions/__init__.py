@@ -3,6 +3,7 @@
 from .base import Transition
 from .block_diagonal import BlockDiagonal, BlockDiagonalModule
 from .diagonal_gate import DiagonalGate, DiagonalGateModule
+from .fields_module import register_transition
 from .fixed_decay import FixedDecay, FixedDecayModule
 from .householder import Householder, HouseholderModule
 from .identity import Identity, IdentityModule
@@ -11,7 +12,7 @@ from .module import FactorConfig, HeadSizes, ProductModule, TransitionModule
 from .product import Product
 from .registry import TransitionSpec, build_transition, register, transition_names
 from .scalar_gate import ScalarGate, ScalarGateModule
-from .scan import Explanation, ScanResult, explain, scan, step, validate
+from .scan import Explanation, ScanResult, explain, scan, segment_summary, step, validate
 
 __all__ = [
     "BlockDiagonal",
@@ -48,7 +49,9 @@ __all__ = [
     "build_transition",
     "explain",
     "register",
+    "register_transition",
     "scan",
+    "segment_summary",
     "step",
     "transition_names",
     "validate",

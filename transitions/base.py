@@ -194,7 +194,7 @@ class Transition(ABC):
             kinds = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
             found = [(f.name, next((m for m in kinds[f.name] if isinstance(m, Kind)), None)) for f in _fields(cls)]
             cls._fields_and_kinds = found  # type: ignore[attr-defined]
-        return cls._fields_and_kinds  # type: ignore[attr-defined, no-any-return]
+        return cls._fields_and_kinds  # type: ignore[attr-defined]
 
     def _rebuild(self, values: Iterable[Any]) -> Self:
         """A copy with other field values, past ``__post_init__``: that reads the shapes of whole sequences."""

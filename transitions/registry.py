@@ -13,6 +13,8 @@ from pydantic_core import PydanticCustomError
 from .module import FactorConfig, HeadSizes, ProductModule, TransitionModule
 
 _MODULES: dict[str, type[TransitionModule]] = {}
+# A validated Config builds the module it came from, even when a later class has taken over its name.
+_MODULE_OF_CONFIG: dict[type[FactorConfig], type[TransitionModule]] = {}
 
 _MAMBA2_GATE = {"type": "scalar_gate", "formula": "softplus"}
 
@@ -30,9 +32,26 @@ ALIASES: dict[str, list[dict[str, Any]]] = {
 
 
 def register(module: type[TransitionModule]) -> type[TransitionModule]:
-    """Class decorator: let recipes name this module by the default of its ``Config.type``."""
-    _MODULES[module.Config.model_fields["type"].default] = module
+    """Class decorator: let recipes name this module by the default of its ``Config.type``.
+
+    A class of the same module takes over, such as that of a notebook cell or a changed file run again.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    name = module.Config.model_fields["type"].default
+    taken = _MODULES.get(name)
+    if name in ALIASES or (taken is not None and taken.__module__ != module.__module__):
+        owner = f"{taken.__name__} of {taken.__module__}" if taken is not None else "an alias of the package"
+        raise ValueError(f"{module.__name__}: expected a new name, got {name!r}, that of {owner}; rename the class")
+    _MODULES[name] = module
+    _MODULE_OF_CONFIG[module.Config] = module
     return module
+
+
+def registered(name: str) -> type[TransitionModule] | None:
+    """The module that a recipe gets for ``name``, None where there is none."""
+    return _MODULES.get(name)
 
 
 def transition_names() -> tuple[str, ...]:
@@ -42,7 +61,7 @@ def transition_names() -> tuple[str, ...]:
 
 def build_transition(spec: tuple[FactorConfig, ...], sizes: HeadSizes) -> TransitionModule:
     """The module of a validated ``TransitionSpec``."""
-    factors = [_MODULES[config.type](config, sizes) for config in spec]
+    factors = [_MODULE_OF_CONFIG[type(config)](config, sizes) for config in spec]
     return factors[0] if len(factors) == 1 else ProductModule(factors)
 
 
@@ -50,9 +69,10 @@ def _factors(spec: Any) -> tuple[Any, ...]:
     """Names, aliases, mappings and lists of them as a flat tuple of mappings."""
     if isinstance(spec, str):
         return tuple(ALIASES.get(spec, [{"type": spec}]))
+    if isinstance(spec, Mapping) and list(spec) == ["type"] and isinstance(spec["type"], str):
+        return _factors(spec["type"]) if spec["type"] in ALIASES else (spec,)
     if isinstance(spec, Mapping | FactorConfig):
-        is_alias = isinstance(spec, Mapping) and spec.get("type") in ALIASES and len(spec) == 1
-        return _factors(spec["type"]) if is_alias else (spec,)
+        return (spec,)
     if isinstance(spec, list | tuple) and spec:
         return tuple(factor for item in spec for factor in _factors(item))
     raise PydanticCustomError(

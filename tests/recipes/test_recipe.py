@@ -79,6 +79,7 @@ CHANGES = {
     "format": None,  # one value only
     "name": "other",
     "source": "other",
+    "plugins": None,  # lets layers name more transitions, changes nothing
     "model.vocab_size": 257,
     "model.hidden_size": 20,
     "model.tie_embeddings": True,

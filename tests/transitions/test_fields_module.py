@@ -165,11 +165,12 @@ def validate(spec: Any) -> Any:
 
 def test_a_registered_class_is_named_alone_in_products_and_in_blocks() -> None:
     assert register_transition(Small) is Small
-    hidden, key = inputs(BLOCKS)
-    for spec in ("small", ["small", "householder"], {"type": "block_diagonal", "blocks": 3, "inner": "small"}):
+    in_blocks = {"type": "block_diagonal", "blocks": 3, "inner": "small"}
+    for spec, sizes in (("small", SIZES), (["small", "householder"], SIZES), (in_blocks, BLOCKS)):
+        hidden, key = inputs(sizes)
         transition, write = build_transition(validate(spec), SIZES)(hidden, key)
         assert scan(key, key, torch.randn(BATCH, SEQ_LEN, 4, 3), transition, write=write).output.isfinite().all()
-    with pytest.raises(ValidationError, match="small"):
+    with pytest.raises(ValidationError, match="rank"):
         validate({"type": "small", "rank": 3})
 
 

@@ -1,0 +1,59 @@
+# make demo       train the quickstart hybrid beside its attention twin: about two minutes after the install
+# make test       every test but the slow ones
+# make test-all   every test
+# make lint       ruff and mypy
+# make clean      remove what was built; keeps .venv and runs
+#
+# The first of them makes .venv; later ones use it again until pyproject.toml or constraints.txt changes.
+# Another Python (3.11 or newer): make PYTHON=python3.12 test
+
+PYTHON ?= python3
+
+# Folders such as kernels/ must not hide an installed package of the same name from `python -m`.
+export PYTHONSAFEPATH = 1
+
+pip_install = .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-all lint clean other-python
+.DELETE_ON_ERROR:
+
+demo: .venv/.installed-test
+	.venv/bin/statemix train recipes/quickstart.yaml --compare recipes/quickstart-attention.yaml
+
+test: .venv/.installed-test
+	.venv/bin/pytest -m "not slow"
+
+test-all: .venv/.installed-test
+	.venv/bin/pytest
+
+lint: .venv/.installed-dev
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/python tools/link_packages.py
+	.venv/bin/mypy
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find . -name .venv -prune -o -name __pycache__ -prune -exec rm -rf {} +
+
+# setuptools comes first because the package is built with the pinned one, not with one that pip picks.
+.venv/.installed-%: pyproject.toml constraints.txt .venv/.created
+	@echo "installing statemix[$*] into .venv; the first time takes minutes"
+	$(pip_install) setuptools
+	$(pip_install) --no-build-isolation --editable ".[$*]"
+	@touch $@
+
+.venv/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "statemix needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(venv_flags) .venv
+	@touch $@
+
+# A Python that the caller names is the one that runs: an environment of another one is made anew.
+ifneq ($(origin PYTHON),file)
+ifneq ($(wildcard .venv),)
+ifneq ($(shell $(PYTHON) -V 2>&1),$(shell .venv/bin/python -V 2>&1))
+venv_flags = --clear
+.venv/.created: other-python
+endif
+endif
+endif

@@ -1,0 +1,127 @@
+"""A user's file of recurrences: what is run, what is registered, and which line an error shows."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from statemix.transitions import registry, transition_names
+from statemix.transitions.plugin import PluginError, load_plugin, run_file
+
+GATE = """\
+from statemix.transitions import LogDecay, Transition
+
+
+class ToyGate(Transition):
+    gate: LogDecay
+
+    def apply(self, state):
+        return self.gate.exp()[..., None, None] * state
+"""
+
+OWN_MODULE = GATE.replace(
+    "import LogDecay", "import FactorConfig, IdentityModule, LogDecay, register, TransitionModule"
+) + (
+    """
+
+@register
+class Own(IdentityModule):
+    formula = "mine"
+
+    class Config(FactorConfig):
+        type: __import__("typing").Literal["toy_gate"] = "toy_gate"
+"""
+)
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """write(text, name) -> path; the registry is as it was afterwards."""
+    for table in ("_MODULES", "_MODULE_OF_CONFIG"):
+        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    monkeypatch.setattr("statemix.transitions.plugin._PLUGINS", {})
+
+    def to_file(text: str, name: str = "toy.py") -> Path:
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        return file
+
+    return to_file
+
+
+def test_every_transition_of_a_file_is_registered(write: Write) -> None:
+    two = GATE + GATE.replace("ToyGate", "OtherGate").split("\n", 1)[1]
+    plugin = load_plugin(write(two))
+    assert list(plugin.transitions()) == ["ToyGate", "OtherGate"]
+    assert {"toy_gate", "other_gate"} <= set(transition_names())
+
+
+def test_loading_again_or_loading_a_copy_gives_the_same_classes(write: Write) -> None:
+    first = load_plugin(write(GATE)).transitions()
+    assert load_plugin(write(GATE)).transitions() == first
+    assert load_plugin(write(GATE, "copy/toy.py")).transitions() == first
+
+
+def test_a_changed_file_takes_over(write: Write) -> None:
+    first = load_plugin(write(GATE)).transitions()["ToyGate"]
+    second = load_plugin(write(GATE.replace("* state", "* state * 1"))).transitions()["ToyGate"]
+    known = registry.registered("toy_gate")
+    assert second is not first and known is not None and known.transition is second  # type: ignore[attr-defined]
+
+
+def test_a_module_that_the_file_registers_is_kept(write: Write) -> None:
+    load_plugin(write(OWN_MODULE))
+    known = registry.registered("toy_gate")
+    assert known is not None and known.formula == "mine"
+    load_plugin(write(GATE))
+    assert registry.registered("toy_gate") is not known
+
+
+def test_a_run_file_leaves_nothing_beside_it(write: Write, tmp_path: Path) -> None:
+    load_plugin(write(GATE))
+    assert [path.name for path in tmp_path.iterdir()] == ["toy.py"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (GATE.replace("gate: LogDecay", "gate: LogDecoy"), [":5:", "NameError", "LogDecoy", "5 |     gate: LogDecoy"]),
+        (GATE.replace("class ToyGate(Transition):", "class ToyGate(Transition"), [":4:", "SyntaxError", "4 | class"]),
+        (
+            "import torch\nimport not_installed_anywhere\n",
+            [":2:", "not_installed_anywhere", "install it", "2 | import"],
+        ),
+        ("def fail():\n    raise KeyError('x')\n\nfail()\n", [":2:", "KeyError", "2 |     raise KeyError"]),
+        ("import sys\nsys.exit(3)\n", [":2:", "SystemExit"]),
+        ("import json\njson.loads('{')\n", [":2:", "JSONDecodeError", "2 | json.loads"]),
+        ("x = 1\n", ["toy.py: expected a class", "Transition", "none"]),
+        (GATE.replace("apply", "aply"), [":4:", "ToyGate", "apply(self, state)", "4 | class ToyGate"]),
+        (GATE.replace("ToyGate", "Identity"), [":4:", "identity", "rename"]),
+        (GATE.replace("gate: LogDecay", "gate: int"), [":4:", "ToyGate.gate", "kind"]),
+        ("from __future__ import annotations\n" + GATE.replace(": LogDecay", ": LogDecoy"), [":5:", "LogDecoy"]),
+    ],
+    ids=lambda value: None,
+)
+def test_a_file_that_cannot_be_used_is_named_with_its_line(write: Write, text: str, named: list[str]) -> None:
+    file = write(text)
+    with pytest.raises(PluginError) as caught:
+        load_plugin(file)
+    message = str(caught.value)
+    assert message.startswith(f"{file}:")
+    for part in named:
+        assert part in message
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.py", tmp_path):
+        with pytest.raises(PluginError, match=f"{path}: expected a Python file"):
+            run_file(path)
+
+
+def test_a_file_that_failed_can_be_mended(write: Write) -> None:
+    with pytest.raises(PluginError):
+        load_plugin(write(GATE.replace("LogDecay", "LogDecoy")))
+    assert list(load_plugin(write(GATE)).transitions()) == ["ToyGate"]

@@ -1,0 +1,21 @@
+"""Training: tasks, optimizer, loop, checkpoints, comparison of two recipes."""
+
+from .comparison import Comparison, compare
+from .interrupt import Interrupted
+from .loop import train
+from .model_folder import load_model, save_model
+from .nonfinite import NonFiniteError
+from .plugin_files import plugins_of_run
+from .result import RunResult
+
+__all__ = [
+    "Comparison",
+    "Interrupted",
+    "NonFiniteError",
+    "RunResult",
+    "compare",
+    "load_model",
+    "plugins_of_run",
+    "save_model",
+    "train",
+]

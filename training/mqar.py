@@ -1,0 +1,74 @@
+"""Multi-query associative recall (MQAR): pairs first, then some keys again, each to be answered with its value.
+
+    k1 v1 k2 v2 ... kN vN | . . k2 . k1 . . . k5 .      label at a repeated key: its value; IGNORE everywhere else
+
+Keys come from 1 .. V/2 - 1 and values from V/2 .. V - 1, both without replacement. Pair i is asked at position
+2N + 2 gap_i, the gaps drawn without replacement with p(x) ~ a x^(a - 1), x = gap + 1 = 1 .. (T - 2N) / 2: a small a
+keeps most questions near the pairs. The places in between hold random tokens, or zeros.
+
+Shapes: B batch, T seq_len, N pairs, V vocab_size. Source: arXiv:2312.04927 and the Zoology generator.
+"""
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .batch import IGNORE, Batch, generator_for
+
+
+class Mqar:
+    """The MQAR task: fresh samples every step, held-out ones from another stream; the score is accuracy.
+
+    A recipe has checked that the pairs fit: 4 N <= T and N <= V / 2 - 1.
+    """
+
+    metric = "accuracy"
+
+    def __init__(
+        self, *, num_pairs: int, power: float, random_non_queries: bool, vocab_size: int, seq_len: int, seed: int
+    ) -> None:
+        self.num_pairs = num_pairs
+        self.power = power
+        self.random_non_queries = random_non_queries
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.seed = seed
+
+    def train_batch(self, step: int, batch_size: int) -> Batch:
+        """The batch of one step."""
+        return self._draw(batch_size, generator_for(self.seed, "train", step))
+
+    def heldout_batches(self, num_batches: int, batch_size: int) -> Iterator[Batch]:
+        """Always the same batches, none of them seen in training."""
+        for index in range(num_batches):
+            yield self._draw(batch_size, generator_for(self.seed, "heldout", index))
+
+    def fingerprint(self) -> str:
+        """Hash of the generator's settings: equal fingerprints mean equal batches."""
+        return hashlib.sha256(repr(sorted(vars(self).items())).encode()).hexdigest()
+
+    def _draw(self, batch: int, generator: torch.Generator) -> Batch:
+        context_len = 2 * self.num_pairs
+        num_keys = self.vocab_size // 2
+        keys = 1 + self._choose(torch.zeros(batch, num_keys - 1), generator)
+        values = num_keys + self._choose(torch.zeros(batch, self.vocab_size - num_keys), generator)
+        distance = torch.arange(1, (self.seq_len - context_len) // 2 + 1, dtype=torch.float32)
+        gaps = self._choose(((self.power - 1) * distance.log()).expand(batch, -1), generator)
+        asked_at = context_len + 2 * gaps
+        tokens = torch.zeros(batch, self.seq_len, dtype=torch.int64)
+        if self.random_non_queries:
+            tokens = torch.randint(self.vocab_size, tokens.shape, generator=generator)
+        tokens[:, :context_len] = torch.stack((keys, values), dim=2).flatten(1)
+        tokens.scatter_(1, asked_at, keys)
+        labels = torch.full_like(tokens, IGNORE).scatter_(1, asked_at, values)
+        return Batch(tokens, labels)
+
+    def _choose(self, log_weight: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw N of each row's columns one after another without replacement, p ~ exp(log_weight); [B, N] int64.
+
+        The order of ``log_weight`` plus Gumbel noise is the order of such draws, so the largest N are the first N.
+        """
+        noise = torch.empty(log_weight.shape).exponential_(generator=generator)
+        return (log_weight - noise.log()).topk(self.num_pairs, dim=1).indices

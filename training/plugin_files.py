@@ -1,0 +1,42 @@
+"""Plugins in a run folder: copies beside recipe.yaml, which names them, so that the folder rebuilds its model alone."""
+
+from pathlib import Path
+
+from statemix.recipes import Recipe, load
+
+from .replaced import replaced
+
+
+def copy_plugins(recipe: Recipe, folder: Path) -> None:
+    """Copy the plugins of a recipe into a folder."""
+    for file in map(Path, recipe.plugins):
+        if file.resolve() != (folder / file.name).resolve():
+            with replaced(folder / file.name) as temporary:
+                temporary.write_bytes(file.read_bytes())
+
+
+def carried_yaml(recipe: Recipe) -> str:
+    """The recipe as it stands beside copies of its plugins."""
+    return recipe.model_copy(update={"plugins": plugin_names(recipe)}).to_yaml()
+
+
+def plugins_of_run(folder: Path) -> list[Path]:
+    """The copies that a run folder holds; none where it is no run folder yet."""
+    file = folder / "recipe.yaml"
+    return list(map(Path, load(file).plugins)) if file.is_file() else []
+
+
+def plugin_names(recipe: Recipe) -> list[str]:
+    """The files without their folders; a recipe has no two of one name."""
+    return [Path(file).name for file in recipe.plugins]
+
+
+def refuse_other_plugins(old: Recipe, new: Recipe) -> None:
+    """Raise ValueError where a plugin of ``new`` is not, byte for byte, that of the same name in ``old``."""
+    before = {Path(file).name: Path(file) for file in old.plugins}
+    for file in map(Path, new.plugins):
+        if file.name in before and file.read_bytes() != before[file.name].read_bytes():
+            raise ValueError(
+                f"plugins: expected {file.name} as it was when the run began, {before[file.name]}, got another text in "
+                f"{file}; restore it, or start a new run"
+            )

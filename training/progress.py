@@ -1,0 +1,78 @@
+"""The progress of a run on standard error: a bar on a terminal, plain lines elsewhere, nothing when switched off."""
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+class Show(Protocol):
+    """Shows the state of a run after ``step``; ``loss`` in nats."""
+
+    def __call__(self, step: int, *, loss: float, tokens_per_second: float) -> None: ...
+
+
+@contextmanager
+def show_progress(title: str, *, shown: bool, start: int, steps: int, in_bits: bool) -> Iterator[Show]:
+    """Yield what to call after every step; ``in_bits`` adds the loss as bits per byte."""
+    if not shown:
+        yield _show_nothing
+    elif sys.stderr.isatty():
+        with _bar(title, start=start, steps=steps, in_bits=in_bits) as show:
+            yield show
+    else:
+        yield _lines(title, start=start, steps=steps, in_bits=in_bits)
+
+
+def _show_nothing(step: int, *, loss: float, tokens_per_second: float) -> None:
+    pass
+
+
+@contextmanager
+def _bar(title: str, *, start: int, steps: int, in_bits: bool) -> Iterator[Show]:
+    # Imported here because a silent run needs no terminal library.
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(title, total=steps, completed=start, figures="")
+
+        def show(step: int, *, loss: float, tokens_per_second: float) -> None:
+            progress.update(task, completed=step, figures=_figures(loss, tokens_per_second, in_bits))
+
+        yield show
+
+
+def _lines(title: str, *, start: int, steps: int, in_bits: bool) -> Show:
+    began = time.monotonic()
+    next_line = began
+
+    def show(step: int, *, loss: float, tokens_per_second: float) -> None:
+        nonlocal next_line
+        now = time.monotonic()
+        if now < next_line and step < steps:
+            return
+        next_line = now + SECONDS_BETWEEN_LINES
+        left = (now - began) / (step - start) * (steps - step)
+        minutes, seconds = divmod(round(left), 60)
+        figures = _figures(loss, tokens_per_second, in_bits)
+        print(f"{title}  {step}/{steps}  {figures}  {minutes}:{seconds:02d} left", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _figures(loss: float, tokens_per_second: float, in_bits: bool) -> str:
+    bits = f"  {loss / math.log(2):.3f} bits/byte" if in_bits else ""
+    return f"loss {loss:.3f}{bits}  {tokens_per_second:,.0f} tokens/s"
