@@ -1,5 +1,6 @@
 """Transitions M_t of S_t = S_{t-1} M_t + w_t v_t k_t^T, one file each, and the scan that runs them."""
 
+from .attention_matrix import attention_matrix
 from .base import Transition
 from .block_diagonal import BlockDiagonal, BlockDiagonalModule
 from .diagonal_gate import DiagonalGate, DiagonalGateModule
@@ -46,6 +47,7 @@ __all__ = [
     "TransitionSpec",
     "UnitKey",
     "Constant",
+    "attention_matrix",
     "build_transition",
     "explain",
     "register",

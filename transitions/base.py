@@ -178,6 +178,16 @@ class Transition(ABC):
         return None
 
     @property
+    def num_value_heads(self) -> int | None:
+        """HV, where a field has it."""
+        heads = [
+            x.shape[-2 if kind.has_channels else -1] for _, x, kind in self.own_tensors() if not kind.is_per_key_head
+        ]
+        parts = [getattr(self, name) for name, _ in self.layout()]
+        heads += [x.num_value_heads for x in parts if isinstance(x, Transition) and x.num_value_heads is not None]
+        return max(heads, default=None)
+
+    @property
     def num_blocks(self) -> int:
         """Diagonal blocks of M_t; a write may differ between them."""
         return 1

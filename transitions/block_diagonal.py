@@ -8,7 +8,6 @@ Shapes: B batch, T time, H key heads, HV value heads, K key_dim, b blocks.
 Source: arXiv:2406.06484 section 6, proposed as future work.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal, Self
 
@@ -47,6 +46,11 @@ class BlockDiagonal(Transition):
         object.__setattr__(self, "inner", _with_block_axis(self.inner))
 
     @property
+    def num_value_heads(self) -> int | None:
+        """HV: in the inner tensors, the axis before channels or blocks."""
+        return max((x.shape[-2] for _, x, _ in self.inner.tensors()), default=None)
+
+    @property
     def is_diagonal(self) -> bool:  # type: ignore[override]
         return self.inner.is_diagonal
 
@@ -76,8 +80,7 @@ class BlockDiagonal(Transition):
         return changed.unflatten(-3, (-1, self.blocks)).movedim(-3, -2).flatten(-2, -1)
 
     def matrix(self, key_dim: int) -> Tensor:
-        num_heads = _num_value_heads(self.inner.tensors())
-        whole = self if num_heads is None else self.expand_heads(num_heads)
+        whole = self if self.num_value_heads is None else self.expand_heads(self.num_value_heads)
         by_block = whole._blocks_as_heads().matrix(key_dim // self.blocks)  # [..., HV * b, K / b, K / b]
         if by_block.ndim == 2:
             by_block = by_block.expand(self.blocks, -1, -1)
@@ -131,11 +134,6 @@ def _with_block_axis(transition: Transition) -> Transition:
             x = x.unsqueeze(-1) if is_shared else x
         values.append(x)
     return transition._rebuild(values)
-
-
-def _num_value_heads(tensors: Iterable[tuple[str, Tensor, Kind]]) -> int | None:
-    """HV of an inner transition: the axis before channels or blocks."""
-    return max((x.shape[-2] for _, x, _ in tensors), default=None)
 
 
 @register
