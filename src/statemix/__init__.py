@@ -5,4 +5,14 @@ from statemix.transitions import Explanation, ScanResult, attention_matrix, expl
 
 __version__ = "0.1.0"
 
-__all__ = ["Explanation", "ScanResult", "StateError", "__version__", "attention_matrix", "explain", "scan", "step", "validate"]
+__all__ = [
+    "Explanation",
+    "ScanResult",
+    "StateError",
+    "__version__",
+    "attention_matrix",
+    "explain",
+    "scan",
+    "step",
+    "validate",
+]

@@ -1,4 +1,4 @@
-"""The command line: ``statemix show``, ``train`` and ``generate`` for models, ``check`` and ``try`` for a new recurrence.
+"""The command line: ``show``, ``train``, ``generate`` and ``profile`` a model, ``check`` a new recurrence, ``env``.
 
 Exit codes: 0 done; 1 the training met a nan or inf, or a check failed; 2 bad input; 130 interrupted by Ctrl-C.
 A command imports what it runs when it runs, so that ``--help`` and mistyped options need not wait for it.
@@ -127,6 +127,23 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+def _profile(arguments: argparse.Namespace) -> int:
+    from statemix.recipes import load
+    from statemix.training.profile import profile_training
+
+    recipe = load(arguments.recipe, arguments.overrides, plugins=arguments.plugin)
+    out = arguments.out or _default_folder(f"{recipe.name}-profile", resume=False)
+    print(profile_training(recipe, out, steps=arguments.steps, device=arguments.device).table(arguments.rows))
+    return 0
+
+
+def _env(arguments: argparse.Namespace) -> int:
+    from .environment import describe_environment
+
+    print(describe_environment())
+    return 0
+
+
 def _default_folder(name: str, *, resume: bool) -> Path:
     """``runs/NAME``; for a new run the first of that, ``runs/NAME-2``, ``runs/NAME-3``, ... that does not exist."""
     first = Path("runs", name)
@@ -156,6 +173,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_train(commands)
     _add_generate(commands)
     _add_check(commands)
+    _add_profile(commands)
+    _add_env(commands)
     # Overrides may also stand behind options, where argparse takes no positional arguments any more.
     arguments, rest = parser.parse_known_args(argv)
     overrides = [text for text in rest if "overrides" in arguments and not text.startswith("-")]
@@ -223,10 +242,42 @@ def _add_check(commands: Commands) -> None:
     )
     command.add_argument("target", metavar="FILE.py:Class", nargs="?", help="the file and its Transition class")
     command.add_argument("--only", metavar="NAME", nargs="+", help="these checks alone")
-    command.add_argument("--seed", type=_whole_from(0), default=0, metavar="S", help="of the random inputs (default: 0)")
-    command.add_argument("--seq-len", type=_whole_from(1), metavar="N", help="tokens of the random inputs (default: 37)")
+    command.add_argument(
+        "--seed", type=_whole_from(0), default=0, metavar="S", help="of the random inputs (default: 0)"
+    )
+    command.add_argument(
+        "--seq-len", type=_whole_from(1), metavar="N", help="tokens of the random inputs (default: 37)"
+    )
     command.add_argument("--slow", action="store_true", help="also the checks that take long")
     command.add_argument("--list", action="store_true", help="name every check, with what it is about")
+
+
+def _add_profile(commands: Commands) -> None:
+    command = _add_command(
+        commands,
+        "profile",
+        _profile,
+        summary="profile a few training steps: the costliest operators by layer, and a trace for TensorBoard",
+        example="statemix profile recipes/quickstart.yaml training.batch_size=2 --steps 5 --out runs/profile",
+    )
+    _add_recipe(command)
+    out_help = (
+        "folder of the trace, new or empty; default: the first free of runs/NAME-profile, runs/NAME-profile-2, ..."
+    )
+    command.add_argument("--out", type=Path, metavar="DIR", help=out_help)
+    command.add_argument("--steps", type=_whole_from(1), default=3, metavar="N", help="steps to profile (default: 3)")
+    command.add_argument("--rows", type=_whole_from(1), default=20, metavar="N", help="rows of the table (default: 20)")
+    command.add_argument("--device", metavar="cpu|cuda", help="default: the GPU if there is one")
+
+
+def _add_env(commands: Commands) -> None:
+    _add_command(
+        commands,
+        "env",
+        _env,
+        summary="print versions and devices, and which forms can run here and why not",
+        example="statemix env",
+    )
 
 
 def _add_command(commands: Commands, name: str, run: Run, *, summary: str, example: str) -> argparse.ArgumentParser:
