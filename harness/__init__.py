@@ -3,6 +3,7 @@
 from .catalogue import CATALOGUE
 from .check import CHECKS
 from .context import Subject
+from .mixer import check_mixer
 from .problem import Problem, Sizes
 from .report import HarnessError, Report, Result
 from .transition import applicable_checks, check_transition, transition_checks
@@ -17,6 +18,7 @@ __all__ = [
     "Sizes",
     "Subject",
     "applicable_checks",
+    "check_mixer",
     "check_transition",
     "transition_checks",
 ]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -176,8 +177,8 @@ def _as_transition(path: KeyPath, got: object) -> str:
 
 
 def _as_own(name: object) -> str:
-    is_near = nearest(name, transition_names()) is not None
-    return "" if is_near else "; for a transition of your own name its file under plugins, or with --plugin"
+    is_misspelt = get_close_matches(str(name), transition_names(), cutoff=0.75)
+    return "" if is_misspelt else "; for a transition of your own name its file under plugins, or with --plugin"
 
 
 def _wrong_value(details: ErrorDetails) -> str:

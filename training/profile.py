@@ -92,7 +92,7 @@ def profile_training(
     on_gpu = plan.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     plan.folder.mkdir(parents=True, exist_ok=True)
-    with _named_layers(trainer.model), profile(activities=activities) as profiler:
+    with _named_layers(trainer.model), profile(activities=activities, acc_events=True) as profiler:
         for _ in range(steps):
             trainer.advance()
     tensorboard_trace_handler(str(plan.folder), worker_name=recipe.name)(profiler)
@@ -138,6 +138,8 @@ def _costs(events: Any, steps: int, *, on_gpu: bool) -> tuple[OperatorCost, ...]
     }
     spent: dict[tuple[str, str, bool], list[float]] = defaultdict(list)
     for event in events:
+        if event.device_type != torch.autograd.DeviceType.CPU:
+            continue  # a GPU kernel: its time is that of the operator that launched it
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if event.name.startswith((LAYER, BACKWARD)) or not microseconds:
             continue

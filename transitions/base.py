@@ -8,7 +8,7 @@ to be composed and to train; ``lower`` adds the chunk form. See ``kinds.py`` for
 Shapes: B batch, T time, H key heads, HV value heads, K key_dim, V value_dim.
 """
 
-import copy
+import contextlib
 import functools
 import itertools
 from abc import ABC, abstractmethod
@@ -45,6 +45,8 @@ class Transition(ABC):
         if "apply" in cls.__dict__:
             cls.apply = _one_write_and_value_heads(cls.apply)  # type: ignore[assignment, method-assign]
         register_pytree_node(cls, cls._flatten, functools.partial(_unflatten, cls))
+        with contextlib.suppress(NameError):  # annotations that name what is defined further down are read later
+            cls.layout()
 
     @property
     def eigenvalue_range(self) -> tuple[float, float] | None:
@@ -202,13 +204,14 @@ class Transition(ABC):
         if "_fields_and_kinds" not in cls.__dict__:
             hints = get_type_hints(cls, include_extras=True)
             kinds = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-            found = [(f.name, next((m for m in kinds[f.name] if isinstance(m, Kind)), None)) for f in _fields(cls)]
+            names = [f.name for f in _fields(cls)]
+            found = [(name, next((m for m in kinds[name] if isinstance(m, Kind)), None)) for name in names]
             cls._fields_and_kinds = found  # type: ignore[attr-defined]
         return cls._fields_and_kinds  # type: ignore[attr-defined]
 
     def _rebuild(self, values: Iterable[Any]) -> Self:
         """A copy with other field values, past ``__post_init__``: that reads the shapes of whole sequences."""
-        rebuilt = copy.copy(self)
+        rebuilt = object.__new__(type(self))
         for (name, _), value in zip(self.layout(), values, strict=True):
             object.__setattr__(rebuilt, name, value)
         return rebuilt

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from statemix.kernels import NormalForm
+from statemix.kernels import NormalForm, expand_heads
 
 from .base import Transition
 from .kinds import Rate2, UnitKey
@@ -75,7 +75,7 @@ class Householder(Transition):
             beta = beta.unsqueeze(-1)
         elif beta.shape[-1] > 1:  # inside BlockDiagonal the last axis counts blocks
             beta = beta.repeat_interleave(self.direction.shape[-1] // beta.shape[-1], dim=-1)
-        read = beta * self.expand_heads(beta.shape[-2]).direction
+        read = beta * expand_heads(self.direction, beta.shape[-2], dim=self.direction.ndim - 2)
         return NormalForm(erase=(read, self.direction))
 
 

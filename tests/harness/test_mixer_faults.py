@@ -8,9 +8,9 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from statemix.harness.mixer import check_mixer
+from statemix.harness import check_mixer
 from statemix.harness.mixer_check import MIXER_CHECKS
-from statemix.mixers import Attention, AttentionState, MixerSpec, StateMixer, StateMixerState
+from statemix.mixers import Attention, AttentionState, MixerSpec, StateMixer
 from statemix.mixers.rotary import rotate
 from statemix.transitions import Product, ScalarGate, Transition
 
@@ -95,7 +95,7 @@ class RestartsPositions(Window):
 class DetachesItsState(Gated):
     def forward(self, hidden: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None) -> Any:
         if state is not None:
-            state = StateMixerState(state.recurrent.detach(), state.conv)
+            state = replace(state, recurrent=state.recurrent.detach())
         return super().forward(hidden, state, cu_seqlens=cu_seqlens)
 
 
@@ -392,7 +392,7 @@ def test_a_broken_mixer_fails_the_checks_that_are_about_it(mixer: type[nn.Module
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", FAULTS.keys() - {ReturnsNoState, ReadsUnwrittenMemory})
+@pytest.mark.parametrize("mixer", [x for x in FAULTS if x not in (ReturnsNoState, ReadsUnwrittenMemory)])
 def test_a_broken_mixer_fails_no_other_check(mixer: type[nn.Module]) -> None:
     """But for those without a state, which fail nearly all, and with chance contents, which may fail any."""
     others = MIXER_CHECKS.keys() - FAULTS[mixer] - {"compiled_equals_eager"}

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from statemix.harness import HarnessError
-from statemix.harness.mixer import check_mixer
+from statemix.harness import HarnessError, check_mixer
 from statemix.harness.mixer_check import MIXER_CHECKS
 from statemix.mixers import Attention, StateMixer
 
