@@ -8,7 +8,6 @@ A mixer of your own is a module ``mixer(hidden, state=None, *, cu_seqlens=None) 
 ``select(index)``. What it lacks fails by name, and is declared with ``expected_failures={"name": "reason"}``.
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -31,7 +30,7 @@ from . import (  # noqa: F401  (register)
 from .mixer_check import MIXER_CHECKS
 from .mixer_context import LOWER, MixerContext, copy_of
 from .report import HarnessError, Report
-from .running import run_check
+from .running import expect_known, run_check
 
 Config = StateMixer.Config | Attention.Config
 Mixerlike = nn.Module | Callable[[], nn.Module] | Mapping[str, Any] | Config
@@ -68,7 +67,7 @@ def check_mixer(
     expected = dict(expected_failures or {})
     selected = None if only is None else list(only)
     for name in [*expected, *(selected or [])]:
-        _expect_known(name)
+        expect_known(name, MIXER_CHECKS)
     name, make, hidden_size = _subject(mixer, hidden_size)
     context = MixerContext(name, make, hidden_size, seed, dtype)
     results = [
@@ -86,13 +85,6 @@ def check_mixer(
         and (check.name in selected if selected is not None else include_slow or not check.is_slow)
     ]
     return Report(name, tuple(results))
-
-
-def _expect_known(name: str) -> None:
-    if name not in MIXER_CHECKS:
-        near = difflib.get_close_matches(name, MIXER_CHECKS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise HarnessError(f"check: expected one of {', '.join(MIXER_CHECKS)}, got {name!r}{hint}")
 
 
 def _subject(mixer: Mixerlike, hidden_size: int | None) -> tuple[str, Callable[[], nn.Module], int]:

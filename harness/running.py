@@ -1,15 +1,16 @@
 """Run one check: catch what goes wrong, hold it against what was expected, find the shortest sequence that shows it."""
 
+import difflib
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 
 from .context import CheckFailure
-from .report import Result
+from .report import HarnessError, Result
 
 SHRINK = (1, 2, 3, 4, 5, 8, 13, 16, 17, 18, 24, 32, 33)  # around one token and the chunk border
 
@@ -52,6 +53,15 @@ def run_check(
         if shown is not None:
             return Result(name, "failed", shown, reason, shorter, reproduce, seconds)
     return Result(name, "failed", message, reason, seq_len, reproduce, seconds)
+
+
+def expect_known(name: str, checks: Iterable[str]) -> None:
+    """Raise HarnessError for a name that is not that of a check."""
+    known = list(checks)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise HarnessError(f"check: expected one of {', '.join(known)}, got {name!r}{hint}")
 
 
 def failure_of(attempt: Callable[[int], None], seq_len: int) -> str | None:

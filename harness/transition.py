@@ -8,8 +8,6 @@ def test_my_transition(check):
     check()
 """
 
-import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -19,14 +17,20 @@ from torch import Tensor
 import statemix.transitions
 from statemix.transitions import ScanResult, Transition
 
-from . import check_algebra, check_forms, check_invariance, check_numerics, check_program  # noqa: F401  (register)
+from . import (  # noqa: F401  (register)
+    check_algebra,
+    check_forms,
+    check_invariance,
+    check_lowering,
+    check_numerics,
+    check_program,
+)
 from .check import CHECKS, Check
-from .context import CheckFailure, Context, Make, Subject
+from .context import Context, Make, Subject
 from .problem import Problem, Sizes
 from .report import HarnessError, Report, Result
+from .running import expect_known, run_check
 from .structure import measure
-
-SHRINK = (1, 2, 3, 4, 5, 8, 13, 16, 17, 18, 24, 32, 33)  # around one token and the chunk border
 
 Subjectlike = type[Transition] | Subject | Make
 
@@ -61,8 +65,7 @@ def check_transition(
     expected = dict(expected_failures or {})
     selected = list(only) if only is not None else None
     for name in [*expected, *(selected or [])]:
-        if name not in CHECKS:
-            raise HarnessError(f"check: expected one of {', '.join(CHECKS)}, got {name!r}")
+        expect_known(name, CHECKS)
     context, sizes = _context(subject, scan, seed), sizes or Sizes()
     call = reproduce or f"check_transition({subject.name}, seed={seed}"
     results = [
@@ -161,37 +164,16 @@ def _context(subject: Subject, scan: Callable[..., ScanResult] | None, seed: int
 
 
 def _run(check: Check, context: Context, sizes: Sizes, expected: str | None, call: str) -> Result:
-    started = time.perf_counter()
-    message = _message(check, context, sizes)
-    seconds = time.perf_counter() - started
-    reproduce = (
-        f"{call}, only=[{check.name!r}])" if call.startswith("check_transition") else f"{call} --only {check.name}"
+    is_command = not call.startswith("check_transition")
+    return run_check(
+        check.name,
+        lambda seq_len: check.function(context, replace(sizes, seq_len=seq_len)),
+        reason=check.reason,
+        seq_len=sizes.seq_len,
+        depends_on_length=True,
+        expected=expected,
+        reproduce=f"{call} --only {check.name}" if is_command else f"{call}, only=[{check.name!r}])",
     )
-    if expected is not None:
-        if message is not None:
-            return Result(check.name, "expected failure", expected, check.reason, seconds=seconds)
-        message = f"declared as a known gap ({expected}), but it passes; remove it from expected_failures"
-        return Result(check.name, "unexpected pass", message, check.reason, None, reproduce, seconds)
-    if message is None:
-        return Result(check.name, "passed", seconds=seconds)
-    smallest = next(
-        (t for t in SHRINK if t < sizes.seq_len and _message(check, context, replace(sizes, seq_len=t))), sizes.seq_len
-    )
-    shortest = _message(check, context, replace(sizes, seq_len=smallest)) or message
-    return Result(check.name, "failed", shortest, check.reason, smallest, reproduce, seconds)
-
-
-def _message(check: Check, context: Context, sizes: Sizes) -> str | None:
-    """None if the check holds, else what went wrong; an exception of the subject's own code counts as a failure."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            check.function(context, sizes)
-    except CheckFailure as failure:
-        return str(failure)
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return None
 
 
 def _notes(context: Context, sizes: Sizes) -> tuple[str, ...]:

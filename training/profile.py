@@ -138,7 +138,7 @@ def _costs(events: Any, steps: int, *, on_gpu: bool) -> tuple[OperatorCost, ...]
     }
     spent: dict[tuple[str, str, bool], list[float]] = defaultdict(list)
     for event in events:
-        if event.device_type != torch.autograd.DeviceType.CPU:
+        if event.device_type.name != "CPU":
             continue  # a GPU kernel: its time is that of the operator that launched it
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if event.name.startswith((LAYER, BACKWARD)) or not microseconds:

@@ -147,6 +147,18 @@ def check_values(transition: Transition) -> None:
                 )
 
 
+def warn_of_swapped_axes(inputs: ScanInputs) -> None:
+    """Warn where [B, H, T, D] in place of [B, T, H, D] would run and give nonsense: nothing else fixes the time axis."""
+    _, seq_len, num_heads, _ = inputs.q.shape
+    says_time = inputs.write is not None or any(kind.is_per_token for _, _, kind in inputs.transition.tensors())
+    if 1 < seq_len < num_heads and not says_time and inputs.initial is None and inputs.cu_seqlens is None:
+        warnings.warn(
+            f"q: expected [B, T, H, D], got {list(inputs.q.shape)}, fewer tokens than heads; transpose if these are "
+            "[B, H, T, D]",
+            stacklevel=3,
+        )
+
+
 def _check_dtypes(q: Tensor, same: dict[str, Tensor], gates: dict[str, Tensor | None], transition: Transition) -> None:
     if not q.dtype.is_floating_point:
         raise ValueError(f"q: expected a floating-point dtype, got {q.dtype}")

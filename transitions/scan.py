@@ -17,7 +17,7 @@ from torch import Tensor
 from statemix.kernels import Segment, chunk_scan, expand_heads, merge_write
 
 from .base import Transition
-from .inputs import ScanInputs, check_inputs, check_values
+from .inputs import ScanInputs, check_inputs, check_values, warn_of_swapped_axes
 
 Form = Literal["auto", "recurrent", "chunk", "parallel"]
 Backend = Literal["auto", "torch", "triton"]
@@ -98,6 +98,7 @@ def scan(
     chosen = _choose(inputs, form, backend)
     if not torch.compiler.is_compiling() and (q.device.type == "cpu" or _validate_on_gpu.get()):
         check_values(transition)
+        warn_of_swapped_axes(inputs)
     scale = inputs.key_dim**-0.5 if scale is None else float(scale)
     with torch.autocast(q.device.type, enabled=False):
         inputs, state = inputs.in_state_dtype(), inputs.initial_state()

@@ -197,3 +197,13 @@ def test_a_transition_without_apply_cannot_be_made() -> None:
 
     with pytest.raises(TypeError, match="apply"):
         Nothing()
+
+
+def test_fewer_tokens_than_heads_are_warned_of_where_nothing_else_says_which_axis_is_time() -> None:
+    swapped = {"q": torch.randn(2, 4, 8, K), "k": unit(2, 4, 8, K), "v": torch.randn(2, 4, 8, V)}
+    with pytest.warns(UserWarning, match="fewer tokens than heads; transpose"):
+        scan(**swapped, transition=Identity())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scan(**swapped, transition=ScalarGate(-torch.rand(2, 4, 8)))
+        scan(**{name: x[:, :1] for name, x in swapped.items()}, transition=Identity())
