@@ -148,7 +148,7 @@ def check_values(transition: Transition) -> None:
 
 
 def warn_of_swapped_axes(inputs: ScanInputs) -> None:
-    """Warn where [B, H, T, D] in place of [B, T, H, D] would run and give nonsense: nothing else fixes the time axis."""
+    """Warn where [B, H, T, D] in place of [B, T, H, D] would run and give nonsense: no gate says which axis is time."""
     _, seq_len, num_heads, _ = inputs.q.shape
     says_time = inputs.write is not None or any(kind.is_per_token for _, _, kind in inputs.transition.tensors())
     if 1 < seq_len < num_heads and not says_time and inputs.initial is None and inputs.cu_seqlens is None:
