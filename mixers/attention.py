@@ -1,6 +1,7 @@
 """Softmax attention: causal, full or within a window, grouped key heads, rotary positions.
 
-    q, k, v = W_q x, W_k x, W_v x        q, k <- rotary(q, k)        y = W_o softmax(q k^T / sqrt(D)) v
+    q, k, v = norm(W_q x), norm(W_k x), W_v x            RMS norm per head, or none
+    y = W_o softmax(q k^T / sqrt(D)) v                   q and k turned to their positions, or not
 
 A window of w lets a token see itself and the w - 1 tokens before it, in training and in decoding.
 Shapes: B batch, T time, H heads, Hkv key and value heads, D head_dim, L cached keys, N packed documents.
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from .packing import document_bounds, num_sequences
+from .packing import document_bounds, num_sequences, positions
+from .rms_norm import RMSNorm
 from .rotary import rotate
 from .softmax import attend
 from .state import AttentionState, check_state, keep_last
@@ -32,6 +34,7 @@ class Attention(nn.Module):
         window: int | None = Field(None, gt=0, description="keys that a token sees, its own included; null means all")
         rotary: bool = Field(True, description="rotary positions on queries and keys")
         rotary_base: float = Field(10000.0, gt=0, description="wavelength of the slowest pair is 2 pi times about this")
+        qk_norm: bool = Field(False, description="RMS norm of queries and keys, per head, before rotary positions")
 
         @model_validator(mode="after")
         def _heads_divide(self) -> "Attention.Config":
@@ -43,7 +46,6 @@ class Attention(nn.Module):
             return self
 
     def __init__(self, config: Config, *, hidden_size: int, norm_eps: float = 1e-5) -> None:
-        del norm_eps  # attention has no norm of its own; every mixer is built the same way
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads or config.num_heads
@@ -54,6 +56,9 @@ class Attention(nn.Module):
         self.query = nn.Linear(hidden_size, self.num_heads * self.head_dim, bias=False)
         self.key = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=False)
         self.value = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=False)
+        self.query_norm, self.key_norm = (
+            RMSNorm(self.head_dim, eps=norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
         self.output = nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=False)
         self.reset_parameters()
 
@@ -62,6 +67,9 @@ class Attention(nn.Module):
         for linear in (self.query, self.key, self.value):
             nn.init.normal_(linear.weight, std=init_std)
         nn.init.normal_(self.output.weight, std=init_std * output_scale)
+        for norm in (self.query_norm, self.key_norm):
+            if isinstance(norm, RMSNorm):
+                norm.reset_parameters()
 
     def state_bytes(self, seq_len: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the state of one sequence after ``seq_len`` tokens, keys and values in ``dtype``."""
@@ -85,8 +93,8 @@ class Attention(nn.Module):
             StateError: a state of another layer or batch.
             ValueError: cu_seqlens of a wrong form.
         """
-        query = self.query(hidden).unflatten(-1, (self.num_heads, self.head_dim))
-        key = self.key(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        query = self.query_norm(self.query(hidden).unflatten(-1, (self.num_heads, self.head_dim)))
+        key = self.key_norm(self.key(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim)))
         value = self.value(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim))
         state = self._open(state, key, rows=num_sequences(hidden, cu_seqlens))
         if cu_seqlens is None:
@@ -105,9 +113,9 @@ class Attention(nn.Module):
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
         if self.rotary_base is not None:
-            positions = state.length[:, None] + torch.arange(query.shape[1], device=query.device)
-            query = rotate(query, positions, base=self.rotary_base)
-            key = rotate(key, positions, base=self.rotary_base)
+            position, _ = positions(state.length, seq_len=query.shape[1], cu_seqlens=None)
+            query = rotate(query, position, base=self.rotary_base)
+            key = rotate(key, position, base=self.rotary_base)
         key = torch.cat([state.key, key], dim=1)
         value = torch.cat([state.value, value], dim=1)
         heads = attend(query, key, value, filled=state.length, window=self.window)

@@ -46,6 +46,34 @@ def document_bounds(cu_seqlens: Tensor, *, seq_len: int) -> list[tuple[int, int]
     return list(zip(offsets, offsets[1:], strict=False))
 
 
+def positions(seen: Tensor, *, seq_len: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where each token stands in its own sequence, after the tokens that came in earlier calls.
+
+    Args:
+        seen: tokens of earlier calls, [B] or [N] int64.
+        seq_len: new tokens of the row.
+        cu_seqlens: offsets of packed documents, int32 [N + 1]; each counts for itself.
+
+    Returns:
+        positions [B, T], anything after the last document, and what ``seen`` is now.
+    """
+    token = torch.arange(seq_len, device=seen.device)
+    if cu_seqlens is None:
+        return seen[:, None] + token, seen + seq_len
+    starts, stops = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    # The number of documents that ended at or before a token, empty ones included, is the index of its own.
+    document = torch.searchsorted(stops, token, right=True).clamp(max=len(stops) - 1)
+    return ((seen - starts)[document] + token)[None], seen + stops - starts
+
+
+def without_rest(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """``x`` [1, T, ...] with zeros after the last document."""
+    if cu_seqlens is None:
+        return x
+    is_rest = torch.arange(x.shape[1], device=x.device) >= cu_seqlens[-1]
+    return x.masked_fill(is_rest.view(-1, *[1] * (x.ndim - 2)), 0)
+
+
 class HistoryLayout:
     """Where things lie when ``size`` earlier places are put in front of every packed document.
 

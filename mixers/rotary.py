@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, positions: Tensor, *, base: float) -> Tensor:
-    """Turn ``x`` [B, T, H, D], D even, to ``positions`` [B, T]; angles and products in float32, float64 for float64."""
+    """Turn ``x`` [B, T, ..., D], D even, to ``positions`` [B, T]; angles and products in float32, or float64 for it."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     half = x.shape[-1] // 2
     frequency = base ** (-torch.arange(half, dtype=dtype, device=x.device) / half)
-    angle = positions[:, :, None, None].to(dtype) * frequency
+    angle = positions.view(*positions.shape, *[1] * (x.ndim - 2)).to(dtype) * frequency
     cos, sin = angle.cos(), angle.sin()
     first, second = x.to(dtype).split(half, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)

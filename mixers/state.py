@@ -3,7 +3,8 @@
 A state is never changed in place: a call takes one and returns another, so a kept state can be used again, and
 rows can be reordered (beam search), repeated (several samples of one prompt) or dropped (finished sequences).
 
-Shapes: B sequences, HV value heads, V value_dim, K key_dim, W convolution width, L cached keys, D head_dim.
+Shapes: B sequences, HV value heads, V rows of a state (value_dim, and one more for the sum of weights of a normaliser),
+K key_dim, W convolution width, L cached keys, D head_dim.
 """
 
 from collections.abc import Sequence
@@ -25,14 +26,16 @@ class StateMixerState:
     Attributes:
         recurrent: S_t, [B, HV, V, K].
         conv: the last W - 1 inputs of the short convolution, [B, W - 1, channels]; zeros before the first token.
+        position: of the next token, [B, 1] int64 in a mixer with rotary positions, [B, 0] in others.
     """
 
     recurrent: Tensor
     conv: Tensor
+    position: Tensor
 
     def select(self, index: Tensor | Sequence[int]) -> "StateMixerState":
         """Rows ``index`` of the state: reorders, repeats or drops sequences."""
-        return StateMixerState(_rows(self.recurrent, index), _rows(self.conv, index))
+        return StateMixerState(_rows(self.recurrent, index), _rows(self.conv, index), _rows(self.position, index))
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """The state mixer: one recurrence, S_t = S_{t-1} M_t + w_t v_t k_t^T, o_t = scale * S_t q_t, with its surroundings.
 
     q, k, v = convolution(W_q x, W_k x, W_v x)           depthwise, causal, a few tokens wide
-    q, k = unit_length(feature_map(q), feature_map(k))   per head, and per block of a block-diagonal transition
+    q, k = key_norm(feature_map(q), feature_map(k))      per head, and per block of a block-diagonal transition
+    q, k = rotary(q, k)                                  RetNet's positions
     M, w = transition(x, k)                              what distinguishes DeltaNet, GLA, Mamba-2, ...
-    y = W_o (norm(scan(q, k, v, M, w)) * gate(W_g x))    RMS norm per head
+    o = scan(q, k, v, M, w) + D v                        over the sum of weights where the config says so
+    y = W_o (norm(o) * gate(W_g x))                      RMS norm per head
 
 Shapes: B batch, T time, H key heads, HV value heads, K key_dim, V value_dim, n writes a token, W convolution width.
 """
@@ -17,12 +19,16 @@ from torch import Tensor, nn
 from statemix.transitions import HeadSizes, TransitionSpec, build_transition, scan
 
 from .convolution import ShortConvolution
-from .packing import num_sequences
+from .feature_map import NON_NEGATIVE, ElementwiseProduct, FeatureMap, build_feature_map
+from .key_norm import KEY_NORMS, KeyNorm
+from .normalizer import append_ones, divide_by_ones, only_decays
+from .packing import num_sequences, positions, without_rest
 from .rms_norm import RMSNorm
+from .rotary import rotate
 from .state import StateMixerState, check_state
 
-Map = Literal["silu", "identity"]
 _MAPS: dict[str, type[nn.Module]] = {"silu": nn.SiLU, "sigmoid": nn.Sigmoid, "identity": nn.Identity}
+_ROTARY_BASE = 10000.0
 
 
 class StateMixer(nn.Module):
@@ -39,9 +45,12 @@ class StateMixer(nn.Module):
         transition: TransitionSpec = Field(description="a name, a mapping with options, or a list of factors of M_t")
         conv_size: int = Field(0, ge=0, description="tokens that the short convolution spans; 0 means none, 4 is usual")
         conv_bias: bool = Field(False, description="bias in the short convolution")
-        feature_map: Map = Field("silu", description="on queries and keys, after the convolution")
-        value_map: Map = Field("identity", description="on values, after the convolution")
-        key_norm: Literal["l2", "none"] = Field("l2", description="length of queries and keys, per head and block")
+        feature_map: FeatureMap = Field("silu", description="on queries and keys, after the convolution, per head")
+        value_map: Literal["silu", "identity"] = Field("identity", description="on values, after the convolution")
+        key_norm: KeyNorm = Field("l2", description="length of queries and keys, per head and block")
+        rotary: bool = Field(False, description="rotary positions on queries and keys, after their norm (RetNet)")
+        is_normalized: bool = Field(False, description="read-outs are averages: divided by the sum of their weights")
+        has_skip: bool = Field(False, description="D v_t is added to the read-out, D one number a value head (Mamba-2)")
         output_norm: Literal["rms", "none"] = Field("rms", description="norm of the read-out, per head")
         output_gate: Literal["none", "silu", "sigmoid"] = Field("none", description="gate on the read-out")
         chunk_size: Literal[16, 32, 64, 128] = Field(64, description="tokens that the chunk form takes at once")
@@ -55,6 +64,19 @@ class StateMixer(nn.Module):
                 )
             return self
 
+        @model_validator(mode="after")
+        def _weights_can_be_summed(self) -> "StateMixer.Config":
+            reason = None
+            if self.feature_map not in NON_NEGATIVE:
+                reason = f"feature_map {self.feature_map}; take one of {', '.join(NON_NEGATIVE)}"
+            elif self.rotary:
+                reason = "rotary positions; leave one of the two out"
+            elif not only_decays(self.transition):
+                reason = "a transition that does more than let decay; take identity, fixed_decay or a gate"
+            if self.is_normalized and reason is not None:
+                raise ValueError(f"is_normalized: expected false, as weights may be negative beside {reason}")
+            return self
+
     def __init__(self, config: Config, *, hidden_size: int, norm_eps: float = 1e-5) -> None:
         super().__init__()
         self.num_heads = config.num_heads
@@ -62,24 +84,24 @@ class StateMixer(nn.Module):
         self.key_dim, self.value_dim, self.chunk_size = config.key_dim, config.value_dim, config.chunk_size
         sizes = HeadSizes(hidden_size, self.num_heads, self.num_value_heads, self.key_dim)
         self.transition = build_transition(config.transition, sizes)
-        if self.transition.needs_unit_keys and config.key_norm != "l2":
-            raise ValueError(
-                f"key_norm: expected l2 for a transition along unit keys ({self.transition.formula}), "
-                f"got {config.key_norm}; set key_norm: l2"
-            )
-        self.has_unit_keys = config.key_norm == "l2"
-        writes = self.transition.num_writes
+        self.num_writes, self.blocks = self.transition.num_writes, self.transition.blocks
+        self._check(config)
         self.channels = [
             self.num_heads * self.key_dim,
-            writes * self.num_heads * self.key_dim,
-            writes * self.num_value_heads * self.value_dim,
+            self.num_writes * self.num_heads * self.key_dim,
+            self.num_writes * self.num_value_heads * self.value_dim,
         ]
         self.query, self.key, self.value = (nn.Linear(hidden_size, size, bias=False) for size in self.channels)
         self.history = max(config.conv_size - 1, 0)
         self.convolution = None
         if config.conv_size > 0:
             self.convolution = ShortConvolution(sum(self.channels), width=config.conv_size, has_bias=config.conv_bias)
-        self.feature_map, self.value_map = _MAPS[config.feature_map](), _MAPS[config.value_map]()
+        self.query_map, self.key_map = (
+            build_feature_map(config.feature_map, size=self.key_dim // self.blocks) for _ in range(2)
+        )
+        self.value_map = _MAPS[config.value_map]()
+        self.key_norm, self.rotary, self.is_normalized = KEY_NORMS[config.key_norm], config.rotary, config.is_normalized
+        self.skip = nn.Parameter(torch.empty(self.num_value_heads)) if config.has_skip else None
         self.norm = RMSNorm(self.value_dim, eps=norm_eps) if config.output_norm == "rms" else None
         self.gate = None
         if config.output_gate != "none":
@@ -87,6 +109,23 @@ class StateMixer(nn.Module):
             self.gate_map = _MAPS[config.output_gate]()
         self.output = nn.Linear(self.num_value_heads * self.value_dim, hidden_size, bias=False)
         self.reset_parameters()
+
+    def _check(self, config: Config) -> None:
+        """Refuse what does not go together with the transition."""
+        if self.transition.needs_unit_keys and config.key_norm == "none":
+            raise ValueError(
+                "key_norm: expected l2 or l1, for keys of length 1 at most in a transition along them "
+                f"({self.transition.formula}), got none; set key_norm: l2"
+            )
+        if config.has_skip and self.num_writes > 1:
+            raise ValueError(
+                f"has_skip: expected false, got true with {self.num_writes} values a token; leave it out or write once"
+            )
+        if config.rotary and self.key_dim // self.blocks % 2:
+            raise ValueError(
+                f"key_dim: expected an even number of channels a block for rotary positions, got {self.key_dim} "
+                f"in {self.blocks}; change one of them or set rotary: false"
+            )
 
     @property
     def formula(self) -> str:
@@ -96,22 +135,27 @@ class StateMixer(nn.Module):
     def reset_parameters(self, *, init_std: float = 0.02, output_scale: float = 1.0) -> None:
         """Draw all parameters anew: projections normal(0, init_std), the output projection times output_scale.
 
-        Transition and convolution have initialisations of their own.
+        Transition, learned feature maps and convolution have initialisations of their own; D starts at 1.
         """
         self.transition.reset_parameters()
-        for module in (self.convolution, self.norm):
-            if module is not None:
+        for module in (self.convolution, self.query_map, self.key_map, self.norm):
+            if isinstance(module, ShortConvolution | ElementwiseProduct | RMSNorm):
                 module.reset_parameters()
         for linear in (self.query, self.key, self.value, self.gate):
             if linear is not None:
                 nn.init.normal_(linear.weight, std=init_std)
         nn.init.normal_(self.output.weight, std=init_std * output_scale)
+        if self.skip is not None:
+            # Set here and not in __init__: to_empty makes new Parameters when the module was built on meta.
+            self.skip.no_weight_decay = True  # type: ignore[attr-defined]
+            nn.init.ones_(self.skip)
 
     def state_bytes(self, seq_len: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the state of one sequence, the same after any ``seq_len``; the convolution's part in ``dtype``."""
-        recurrent = self.num_value_heads * self.value_dim * self.key_dim
+        recurrent = self.num_value_heads * (self.value_dim + self.is_normalized) * self.key_dim
         conv = self.history * sum(self.channels)
-        return recurrent * torch.promote_types(dtype, torch.float32).itemsize + conv * dtype.itemsize
+        position = self.rotary * torch.int64.itemsize
+        return recurrent * torch.promote_types(dtype, torch.float32).itemsize + conv * dtype.itemsize + position
 
     def forward(
         self, hidden: Tensor, state: StateMixerState | None = None, *, cu_seqlens: Tensor | None = None
@@ -130,38 +174,45 @@ class StateMixer(nn.Module):
             StateError: a state of another layer or batch.
             ValueError: cu_seqlens of a wrong form.
         """
-        recurrent, conv = self._open(state, rows=num_sequences(hidden, cu_seqlens))
+        recurrent, conv, seen = self._open(state, hidden, rows=num_sequences(hidden, cu_seqlens))
         streams = torch.cat([self.query(hidden), self.key(hidden), self.value(hidden)], dim=-1)
         streams, conv = self._convolve(streams, conv, cu_seqlens)
         query, key, value = self._split_heads(streams)
-        query, key = self._normalise(self.feature_map(query)), self._normalise(self.feature_map(key))
-        value = self.value_map(value)
+        query, key = self.key_norm(self.query_map(query)), self.key_norm(self.key_map(key))
+        query, key, seen = self._turn(query, key, seen, cu_seqlens)
+        query, key, value = query.flatten(-2), key.flatten(-2), self.value_map(value)
         transition, write = self.transition(hidden, key)
         mixed, recurrent = scan(
             query,
             key,
-            value,
+            append_ones(value) if self.is_normalized else value,
             transition,
             write=write,
             initial_state=recurrent,
             cu_seqlens=cu_seqlens,
             chunk_size=self.chunk_size,
         )
+        mixed = divide_by_ones(mixed) if self.is_normalized else mixed
+        if self.skip is not None:
+            mixed = mixed + self.skip.to(mixed.dtype)[:, None] * without_rest(value, cu_seqlens)
         if self.norm is not None:
             mixed = self.norm(mixed)
         if self.gate is not None:
             mixed = mixed * self.gate_map(self.gate(hidden)).unflatten(-1, mixed.shape[-2:])
-        return self.output(mixed.flatten(-2)), StateMixerState(recurrent, conv)
+        return self.output(mixed.flatten(-2)), StateMixerState(recurrent, conv, seen)
 
-    def _open(self, state: StateMixerState | None, *, rows: int) -> tuple[Tensor | None, Tensor | None]:
+    def _open(
+        self, state: StateMixerState | None, hidden: Tensor, *, rows: int
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         if state is None:
-            return None, None
+            return None, None, torch.zeros(rows, int(self.rotary), dtype=torch.int64, device=hidden.device)
         shapes: dict[str, tuple[int | None, ...]] = {
-            "recurrent": (rows, self.num_value_heads, self.value_dim, self.key_dim),
+            "recurrent": (rows, self.num_value_heads, self.value_dim + self.is_normalized, self.key_dim),
             "conv": (rows, self.history, sum(self.channels)),
+            "position": (rows, int(self.rotary)),
         }
         state = check_state(state, StateMixerState, shapes=shapes)
-        return state.recurrent, state.conv
+        return state.recurrent, state.conv, state.position
 
     def _convolve(self, streams: Tensor, conv: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.convolution is None:
@@ -170,23 +221,21 @@ class StateMixer(nn.Module):
         return filtered
 
     def _split_heads(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, H, K], [B, T, (n,) H, K], [B, T, (n,) HV, V]: the axis n is there when n > 1."""
+        """[B, T, H, b, K/b], [B, T, (n,) H, b, K/b], [B, T, (n,) HV, V]: the axis n is there when n > 1, b blocks."""
         query, key, value = streams.split(self.channels, dim=-1)
-        writes = self.transition.num_writes
-        lead = (writes,) if writes > 1 else ()
+        lead = (self.num_writes,) if self.num_writes > 1 else ()
         return (
-            query.unflatten(-1, (self.num_heads, self.key_dim)),
-            key.unflatten(-1, (*lead, self.num_heads, self.key_dim)),
+            query.unflatten(-1, (self.num_heads, self.blocks, -1)),
+            key.unflatten(-1, (*lead, self.num_heads, self.blocks, -1)),
             value.unflatten(-1, (*lead, self.num_value_heads, self.value_dim)),
         )
 
-    def _normalise(self, x: Tensor) -> Tensor:
-        if not self.has_unit_keys:
-            return x
-        return unit_length(x.unflatten(-1, (self.transition.blocks, -1))).flatten(-2)
-
-
-def unit_length(x: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(sum x^2 + eps) over the last axis, in float32 (float64 for float64); a zero row stays zero."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    def _turn(
+        self, query: Tensor, key: Tensor, seen: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys turned to their positions, and how many tokens each sequence has seen now."""
+        if not self.rotary:
+            return query, key, seen
+        position, after = positions(seen.squeeze(-1), seq_len=query.shape[1], cu_seqlens=cu_seqlens)
+        query, key = (rotate(x, position, base=_ROTARY_BASE) for x in (query, key))
+        return query, key, after[:, None]

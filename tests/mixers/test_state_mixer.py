@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from statemix.mixers import RMSNorm, StateMixer, build_mixer
-from statemix.mixers.state_mixer import unit_length
+from statemix.mixers.key_norm import unit_length
 
 CASES: dict[str, dict[str, Any]] = {
     "gated_delta": {"transition": "gated_deltanet", "conv_size": 4, "conv_bias": True, "output_gate": "silu"},

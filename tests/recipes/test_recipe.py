@@ -97,6 +97,9 @@ CHANGES = {
     "layers.delta.mixer.feature_map": "identity",
     "layers.delta.mixer.value_map": "silu",
     "layers.delta.mixer.key_norm": "none",
+    "layers.delta.mixer.rotary": True,
+    "layers.delta.mixer.is_normalized": True,
+    "layers.delta.mixer.has_skip": True,
     "layers.delta.mixer.output_norm": "none",
     "layers.delta.mixer.output_gate": "silu",
     "layers.delta.mixer.chunk_size": 16,
@@ -110,6 +113,7 @@ CHANGES = {
     "layers.window.mixer.window": None,
     "layers.window.mixer.rotary": False,
     "layers.window.mixer.rotary_base": 2.0,
+    "layers.window.mixer.qk_norm": True,
     "layers.window.mlp.type": None,
     "layers.window.mlp.ratio": None,
     "layers.window.mlp.width": 8,
@@ -133,8 +137,8 @@ def _behaviour(recipe: Recipe) -> tuple[Any, ...]:
 
 
 def test_every_key_of_a_model_changes_what_is_built(load_text) -> None:
-    # A plain decay: with unit keys every option of the mixer may be chosen.
-    recipe = load_text("transition: householder -> transition: retnet")
+    # A plain decay and features without signs: every option of the mixer may be chosen.
+    recipe = load_text("transition: householder -> transition: retnet, feature_map: relu")
     written = recipe.model_dump()
     assert sorted(_flat(written, "")) == sorted([*CHANGES, "training"])
     before = _behaviour(recipe)

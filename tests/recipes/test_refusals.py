@@ -13,7 +13,8 @@ from statemix.recipes import RecipeError, load, shipped
 from statemix.recipes.errors import MAX_FAULTS
 from statemix.recipes.marked_yaml import read_yaml
 
-SHIPPED = tuple(shipped())
+# The large ones differ from one another and from the small ones in sizes and maps only.
+SHIPPED = [pytest.param(name, marks=[pytest.mark.slow] * name.endswith(("-340m", "-1.3b"))) for name in shipped()]
 
 
 _read = functools.cache(lambda name: read_yaml(shipped()[name].read_text()).data)
