@@ -1,7 +1,7 @@
 """What a check works with: a subject, its random problems, and runs of them with every gradient."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,12 +39,13 @@ class Context:
         subject: what is checked.
         scan: the implementation, with the signature of ``statemix.scan``.
         seed: of every random draw.
+        has_chunk_form: the transition lowers, so there are several forms to compare.
     """
 
     subject: Subject
     scan: Callable[..., ScanResult]
     seed: int = 0
-    has_chunk_form: bool = field(default=False)
+    has_chunk_form: bool = False
 
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)

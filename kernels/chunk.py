@@ -7,8 +7,7 @@ Rows i, j are the micro-steps of one chunk, tau(i) the token of row i, S0 the st
 
 with the decays of ``decay.py``. Without erasures A = 0 and U = V. The triangular solve is exact for equal keys and
 beta = 2, where powers of A would reach 1e20. States exist at chunk starts only, never for every token.
-Works on any device in float32 (float64 for float64 inputs) and is differentiable by autograd. It is the oracle of the
-Triton kernels and their fallback.
+Works on any device in float32 (float64 for float64 inputs) and is differentiable by autograd.
 
 Shapes: X chunks, C tokens a chunk, N micro-steps a token, H heads (HV times blocks), K key_dim of a block, V value_dim.
 Source: arXiv:2406.06484 section 3.2, arXiv:2312.06635 section 4.
