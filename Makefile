@@ -2,6 +2,7 @@
 # make test       every test but the slow ones
 # make test-all   every test
 # make lint       ruff and mypy
+# make docs       the site of docs/, in build/docs; a broken link is an error
 # make clean      remove what was built; keeps .venv and runs
 #
 # The first of them makes .venv; later ones use it again until pyproject.toml or constraints.txt changes.
@@ -14,23 +15,28 @@ export PYTHONSAFEPATH = 1
 
 pip_install = .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all lint clean other-python
+.PHONY: demo test test-all lint docs clean other-python
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed-test
 	.venv/bin/statemix train recipes/quickstart.yaml --compare recipes/quickstart-attention.yaml
 
 test: .venv/.installed-test
-	.venv/bin/pytest -m "not slow"
+	.venv/bin/pytest -n auto -m "not slow"
 
 test-all: .venv/.installed-test
-	.venv/bin/pytest
+	.venv/bin/pytest -n auto
 
 lint: .venv/.installed-dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/python tools/link_packages.py
 	.venv/bin/mypy
+
+# --quiet would hide the warnings that --strict counts. The variable silences a notice about the future of MkDocs.
+docs: .venv/.installed-docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+	@echo "open build/docs/index.html, or run .venv/bin/mkdocs serve"
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -107,6 +107,8 @@ class CausalLM(nn.Module):
             ValueError: tokens, mask or cu_seqlens of a wrong form, or a mask with pads beside cu_seqlens.
         """
         _check_tokens(tokens, mask, cu_seqlens)
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_vocabulary(tokens, self.config.vocab_size)
         if mask is None or cu_seqlens is not None:
             return self._run(tokens, state, cu_seqlens)
         packing = Packing.of(mask)
@@ -136,6 +138,13 @@ class CausalLM(nn.Module):
                 f"state: expected {len(self.blocks)} layers, got {len(state.layers)}; pass what this model returned"
             )
         return state.layers
+
+
+def _check_vocabulary(tokens: Tensor, vocab_size: int) -> None:
+    """Values are checked where that stalls no device."""
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"tokens: expected ids from 0 to {vocab_size - 1} (vocab_size), got {low} to {high}")
 
 
 def _check_tokens(tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:

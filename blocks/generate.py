@@ -1,5 +1,7 @@
 """Sampling from a language model, one token at a time from its state."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -60,15 +62,15 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: to
         return logits.argmax(dim=-1, keepdim=True)
     vocab_size = logits.shape[-1]
     top, tokens = logits.float().topk(vocab_size if top_k is None else min(top_k, vocab_size), dim=-1)
-    choice = torch.multinomial(torch.softmax(top / temperature, dim=-1), 1, generator=generator)
+    choice = torch.multinomial(torch.softmax((top - top[..., :1]) / temperature, dim=-1), 1, generator=generator)
     return tokens.gather(-1, choice)
 
 
 def _check(max_new_tokens: int, temperature: float, top_k: int | None, mask: Tensor | None) -> None:
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens: expected 0 or more, got {max_new_tokens}")
-    if temperature < 0:
-        raise ValueError(f"temperature: expected 0 or more, got {temperature}; 0 takes the likeliest token")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature: expected a number from 0 up, got {temperature}; 0 takes the likeliest token")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k: expected 1 or more, got {top_k}; leave it out to sample among all tokens")
     if mask is not None and not bool(mask.any(dim=1).all()):

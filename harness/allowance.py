@@ -45,6 +45,7 @@ class Reference:
         else:
             error, low_error, size = (x.square().mean().sqrt() for x in (error, low_error, size))
         allowed = SAFETY * eps_computed * (low_error / eps_low + size) + eps * size
+        allowed = allowed.nan_to_num(0.0)  # a lower run that is not finite allows nothing
         beyond = torch.where(error.isfinite(), error - allowed, torch.inf)
         index = int(beyond.argmax())
         if beyond.flatten()[index] <= 0:

@@ -1,4 +1,4 @@
-"""The check that ``lower`` and ``apply`` mean the same M_t: the normal form as a dense matrix against ``materialize``."""
+"""The check that ``lower`` and ``apply`` mean one M_t: the normal form as a dense matrix against ``materialize``."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ def lower_is_apply(context: Context, sizes: Sizes) -> None:
     values = (x[excess.row][column].item() for x in (exact, got))
     found = "apply() gives {:.6g}, lower() gives {:.6g}".format(*values)
     raise CheckFailure(
-        f"lower() disagrees with apply(): M_t[{row}, {column}] at [batch {batch}, token {token}, head {head}]: {found}; "
+        f"lower() disagrees with apply(): M_t[{row}, {column}] at [batch {batch}, token {token}, head {head}]: "
+        f"{found}; "
         "apply() is the definition: S <- S Diag(e^log_decay), then S <- S - (S a) b^T, must do the same"
         f"{lines_of(type(problem.transition), 'lower')}"
     )

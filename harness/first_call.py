@@ -1,4 +1,4 @@
-"""The first call of a transition: mistakes that would make every check fail in its own words are named once, with lines.
+"""The first call of a transition: a mistake that would make every check fail in its own words is named once.
 
 A wrong shape out of ``apply``, a tensor without its time axis, a method that raises, a normal form of wrong shapes.
 

@@ -55,7 +55,7 @@ def _scalar_products(left: Tensor, right: Tensor, log_decay: Tensor, first_reads
     """One product for all rows, then the matrix e^L of tokens: the decay does not touch the channels."""
     chunk_size = left.shape[-3]
     later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=left.device).tril(-1)
-    segments = (log_decay * later).cumsum(dim=-2)  # [..., C, C]: sum of log_decay over s < r <= t
+    segments = torch.where(later, log_decay, 0.0).cumsum(dim=-2)  # [..., C, C]: sum of log_decay over s < r <= t
     between = segments.masked_fill(later.mT, -torch.inf).exp()
     reach = log_decay.cumsum(dim=-2).exp()  # [..., C, 1]
     rest = between[..., -1, :, None]

@@ -97,7 +97,14 @@ def keep_last(stream: Tensor, size: int) -> Tensor:
 
 
 def _rows(tensor: Tensor, index: Tensor | Sequence[int]) -> Tensor:
-    return tensor.index_select(0, torch.as_tensor(index, dtype=torch.int64, device=tensor.device))
+    """Rows by number, or by a mask of one bool a row."""
+    chosen, rows = torch.as_tensor(index, device=tensor.device), tensor.shape[0]
+    if chosen.dtype == torch.bool and chosen.shape == (rows,):
+        chosen = chosen.nonzero().flatten()
+    is_number = chosen.numel() == 0 or chosen.dtype in (torch.int64, torch.int32)
+    if not is_number or chosen.ndim != 1 or bool(((chosen < 0) | (chosen >= rows)).any()):
+        raise StateError(f"index: expected rows from 0 to {rows - 1}, or a mask of {rows} bools, got {index!r}")
+    return tensor.index_select(0, chosen.long())
 
 
 def _spell(shape: tuple[int | None, ...]) -> str:

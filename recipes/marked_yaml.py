@@ -75,6 +75,8 @@ def read_yaml(text: str) -> Document:
         raise YamlError(message, text, error.position) from None
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(error, text) from None
+    except RecursionError:
+        raise YamlError("broken YAML: nested too deeply; a recipe has a few levels", text, 0) from None
     builder = _Builder(text)
     return Document(builder.value(root, ()) if root else None, builder.places)
 

@@ -44,7 +44,7 @@ def test_the_map_names_every_folder_and_every_file_of_the_package_once() -> None
         if not line.startswith(" "):
             folder = line.split("/ ")[0]
             named.append(folder)
-        named += [f"{folder}/{name}" for name in re.findall(r"(?<=  )[\w-]+\.(?:py|yaml)\b", line)]
+        named += [f"{folder}/{name}" for name in re.findall(r"(?<=  )[\w.-]+\.(?:py|yaml)\b", line)]
     folders = [path for path in ROOT.iterdir() if path.is_dir() and any(path.iterdir()) and path.name[0] != "."]
     expected = [path.name for path in folders if path.name not in NOT_MAPPED and path.suffix != ".egg-info"]
     expected.append("src/statemix")

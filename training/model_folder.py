@@ -40,6 +40,8 @@ def save_model(model: CausalLM, folder: str | Path) -> None:
             f"model: expected one made by statemix.recipes.build, got {type(model).__name__} without a recipe; "
             "build it from a recipe, or set model.recipe"
         )
+    if any(tensor.is_meta for tensor in model.state_dict().values()):
+        raise ValueError("model: expected weights, got a model on the meta device; to_empty and reset_parameters first")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(model, folder / MODEL_FILE, recipe=recipe)
@@ -48,7 +50,7 @@ def save_model(model: CausalLM, folder: str | Path) -> None:
 
 
 def load_model(folder: str | Path, *, device: str | torch.device | None = None) -> CausalLM:
-    """Rebuild the model of a folder written by ``save_model`` or by training, in evaluation mode.
+    """Rebuild the model of a folder written by ``save_model`` or by training, in evaluation mode and its own dtype.
 
     Args:
         device: where to put it; None is the CPU.
@@ -67,6 +69,7 @@ def load_model(folder: str | Path, *, device: str | torch.device | None = None) 
     # Building draws weights; what the caller draws next must not depend on a model having been loaded.
     with torch.random.fork_rng(devices=[]):
         model = build(recipe)
+    model = model.to(_stored_dtype(folder / MODEL_FILE))
     read_weights(model, folder / MODEL_FILE, recipe=recipe)
     return model.to(device or "cpu").eval()
 
@@ -96,6 +99,14 @@ def read_weights(model: nn.Module, path: Path, *, recipe: Recipe) -> None:
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(stored[name])
+
+
+def _stored_dtype(path: Path) -> torch.dtype:
+    """Dtype of the first floating-point tensor of a weight file."""
+    read_origin(path)
+    with safe_open(path, framework="pt") as file:
+        dtypes = (file.get_tensor(name).dtype for name in file.keys())
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
 
 def read_origin(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import nn
 
+from statemix.mixers import ShortConvolution
 from statemix.recipes import TrainingConfig
 from statemix.transitions import TransitionModule
 
@@ -23,7 +24,7 @@ def decayed(model: nn.Module) -> dict[str, bool]:
     """
     kept: set[int] = set()
     for module in model.modules():
-        if isinstance(module, TransitionModule | nn.Conv1d | nn.Embedding):
+        if isinstance(module, TransitionModule | ShortConvolution | nn.Embedding):
             kept.update(id(parameter) for parameter in module.parameters())
     return {
         name: not (parameter.ndim < 2 or getattr(parameter, "no_weight_decay", False) or id(parameter) in kept)

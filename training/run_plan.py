@@ -100,6 +100,8 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device: expected a name such as cpu, cuda or cuda:1, got {device!r}") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu or cuda, where training is tested, got {device!r}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: expected one that this machine has, got {device!r} without a usable GPU; use cpu")
     return chosen

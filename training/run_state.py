@@ -62,7 +62,12 @@ def read_state(folder: Path) -> dict[str, Any]:
             f"out: expected a checkpoint of training in {str(folder)!r}, got weights without the optimizer state of "
             f"their step in {STATE_FOLDER}/; they can be loaded with load_model, but training cannot go on from them"
         )
-    content: dict[str, Any] = torch.load(state, map_location="cpu", weights_only=True)
+    try:
+        content = torch.load(state, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever a damaged file leads to
+        raise ValueError(f"out: expected a state of training in {str(state)!r}, got a damaged file: {error}") from error
+    if not isinstance(content, dict) or not {"step", "optimizer", "rng", "data"} <= content.keys():
+        raise ValueError(f"out: expected a state of training in {str(state)!r}, got a file with other content")
     return content
 
 

@@ -26,6 +26,8 @@ from .kinds import Kind
 
 Apply = Callable[[Any, Tensor], Tensor]
 
+_CHILD = "child"  # stands in a pytree's context where a child goes
+
 
 @dataclass_transform(frozen_default=True, eq_default=False)
 class Transition(ABC):
@@ -89,7 +91,7 @@ class Transition(ABC):
     def at(self, t: int) -> "Transition":
         """The transition of token t: fields without their T axis."""
         steps = self.steps()
-        if len(steps) > 1:
+        if steps[0] is not self:
             return functools.reduce(_compose, [step.at(t) for step in steps])
         return self.map_tensors(lambda kind, x: x.select(1, t) if kind.is_per_token else x)
 
@@ -216,12 +218,19 @@ class Transition(ABC):
             object.__setattr__(rebuilt, name, value)
         return rebuilt
 
-    def _flatten(self) -> tuple[list[Any], None]:
-        return [getattr(self, name) for name, _ in self.layout()], None
+    def _flatten(self) -> tuple[list[Any], tuple[Any, ...]]:
+        """Tensors and nested transitions as children; what is neither, such as a number of blocks, as context."""
+        values = [getattr(self, name) for name, _ in self.layout()]
+        is_child = [
+            kind is not None or isinstance(x, Transition) for x, (_, kind) in zip(values, self.layout(), strict=True)
+        ]
+        children = [x for x, child in zip(values, is_child, strict=True) if child]
+        return children, tuple(_CHILD if child else x for x, child in zip(values, is_child, strict=True))
 
 
-def _unflatten(cls: type[Transition], values: Iterable[Any], context: None) -> Transition:
-    return object.__new__(cls)._rebuild(values)
+def _unflatten(cls: type[Transition], children: Iterable[Any], context: tuple[Any, ...]) -> Transition:
+    rest = iter(children)
+    return object.__new__(cls)._rebuild(next(rest) if x == _CHILD else x for x in context)
 
 
 def _one_write_and_value_heads(apply: Apply) -> Apply:
@@ -230,7 +239,7 @@ def _one_write_and_value_heads(apply: Apply) -> Apply:
     @functools.wraps(apply)
     def wrapped(self: Transition, state: Tensor) -> Tensor:
         steps = self.steps()
-        if len(steps) > 1:
+        if steps[0] is not self:
             return functools.reduce(lambda s, step: step.apply(s), steps, state)
         return apply(self.expand_heads(state.shape[-3]), state)
 

@@ -91,7 +91,7 @@ class BlockDiagonal(Transition):
 
     def steps(self) -> tuple[Transition, ...]:
         steps = self.inner.steps()
-        return (self,) if len(steps) == 1 else tuple(self._rebuild((step, self.blocks)) for step in steps)
+        return (self,) if steps[0] is self.inner else tuple(self._rebuild((step, self.blocks)) for step in steps)
 
     def lower(self) -> NormalForm:
         return replace(self.inner.lower(), blocks=self.blocks)

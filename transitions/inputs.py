@@ -102,14 +102,20 @@ def check_inputs(
     """The arguments as ``ScanInputs``; raises ValueError naming the one that does not fit."""
     if not isinstance(transition, Transition):
         raise ValueError(f"transition: expected a Transition, got {type(transition).__name__}")
-    if q.ndim != 4 or q.shape[1] == 0:
-        raise ValueError(f"q: expected [B, T, H, K] with T >= 1, got {list(q.shape)}")
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
+    for name, x in {"write": write, "initial_state": initial_state, "cu_seqlens": cu_seqlens}.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise ValueError(f"{name}: expected a tensor or None, got {type(x).__name__}")
+    if q.ndim != 4 or 0 in q.shape:
+        raise ValueError(f"q: expected [B, T, H, K], none of them 0, got {list(q.shape)}")
     batch, seq_len, num_heads, key_dim = q.shape
-    if k.ndim not in (4, 5):
+    if k.ndim not in (4, 5) or 0 in k.shape:
         raise ValueError(f"k: expected [B, T, H, K] or [B, T, n, H, K], got {list(k.shape)}")
     count = list(k.shape[2:-2])
     _expect_shape("k", k, [batch, seq_len, *count, num_heads, key_dim])
-    if v.ndim != k.ndim:
+    if v.ndim != k.ndim or 0 in v.shape:
         raise ValueError(f"v: expected {k.ndim} axes as k has, got {list(v.shape)}")
     num_value_heads = v.shape[-2]
     _expect_shape("v", v, [batch, seq_len, *count, num_value_heads, v.shape[-1]])

@@ -68,13 +68,16 @@ class Product(Transition):
         return self.right.apply(self.left.apply(state))
 
     def matrix(self, key_dim: int) -> Tensor:
-        return self.left.matrix(key_dim) @ self.right.matrix(key_dim)
+        left, right = self.left.matrix(key_dim), self.right.matrix(key_dim)
+        dtype = torch.promote_types(left.dtype, right.dtype)  # the identity has none of its own
+        return left.to(right.device, dtype) @ right.to(dtype)
 
     def steps(self) -> tuple[Transition, ...]:
         """A factor of one step joins its neighbour: a gate before n steps belongs to the first of them."""
         left, right = self.left.steps(), self.right.steps()
         if len(left) == len(right) == 1:
-            return (self,)
+            is_plain = left[0] is self.left and right[0] is self.right  # else an axis n of size 1 was taken off
+            return (self,) if is_plain else (Product(left[0], right[0]),)
         if len(left) == 1:
             return (Product(left[0], right[0]), *right[1:])
         if len(right) == 1:

@@ -66,7 +66,7 @@ def test_no_new_tokens_gives_the_prompt_back(make_lively_model: Make) -> None:
     ("options", "message"),
     [
         ({"max_new_tokens": -1}, "max_new_tokens: expected 0 or more, got -1"),
-        ({"temperature": -0.5}, "temperature: expected 0 or more, got -0.5"),
+        ({"temperature": -0.5}, "temperature: expected a number from 0 up, got -0.5"),
         ({"top_k": 0}, "top_k: expected 1 or more, got 0"),
         ({"mask": torch.tensor([[True, True], [False, False]])}, r"none in rows \[1\]"),
     ],

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from statemix.blocks import CausalLM, ModelState
-from statemix.mixers import StateError
+from statemix.mixers import StateError, StateMixerState
 
 STACKS = ["hybrid", "only_state", "only_attention"]
 TOLERANCE = 1e-11  # float64 sums of a few hundred terms of size one, in another order
@@ -110,3 +110,13 @@ def test_states_of_other_models_are_refused(make_model: Make) -> None:
 def test_tokens_of_a_wrong_form_are_refused(make_model: Make, tokens: Tensor) -> None:
     with pytest.raises(ValueError, match="tokens: expected int64"):
         make_model("only_attention")(tokens)
+
+
+def test_rows_are_selected_by_number_or_by_a_mask_and_nothing_else() -> None:
+    state = StateMixerState(torch.randn(3, 1, 2, 2), torch.randn(3, 0, 4), torch.zeros(3, 0, dtype=torch.int64))
+    assert torch.equal(state.select([False, False, True]).recurrent, state.recurrent[2:])
+    assert torch.equal(state.select(torch.tensor([True, False, True])).recurrent, state.recurrent[[0, 2]])
+    assert state.select([]).recurrent.shape[0] == 0
+    for index in ([3], [-1], [[0]], [0.5], [True, False]):
+        with pytest.raises(StateError, match="index: expected rows from 0 to 2, or a mask of 3 bools"):
+            state.select(index)  # type: ignore[arg-type]

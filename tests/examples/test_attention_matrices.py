@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "attention_matrices.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "01_attention_matrices.py"
 
 
 def test_the_example_draws_its_picture(tmp_path: Path) -> None:

@@ -96,10 +96,20 @@ def test_weights_of_another_recipe_are_refused_even_when_every_shape_fits(
         load_model(tmp_path / "folder")
 
 
-def test_narrower_weights_are_widened_without_loss(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    model = build(make_recipe()).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_comes_back_in_its_own_dtype(dtype: torch.dtype, make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    model = build(make_recipe()).to(dtype)
     save_model(model, tmp_path / "folder")
-    assert same_tensors(load_model(tmp_path / "folder"), model.float())
+    loaded = load_model(tmp_path / "folder")
+    assert next(loaded.parameters()).dtype == dtype and same_tensors(model, loaded)
+
+
+def test_a_model_without_weights_is_refused_and_no_folder_is_made(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = build(make_recipe())
+    with pytest.raises(ValueError, match="model: expected weights, got a model on the meta device"):
+        save_model(model, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
 
 
 @pytest.mark.parametrize("missing", ["recipe.yaml", "model.safetensors"])

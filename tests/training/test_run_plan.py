@@ -104,6 +104,7 @@ def test_bad_data_or_devices_leave_no_folder_behind(make_recipe: MakeRecipe, tmp
     for recipe, device, message in (
         (make_recipe("training.task={type: text, folder: nowhere}"), None, r"task\.folder: expected .*nowhere"),
         (make_recipe(), "gpu", r"device: expected a name such as cpu"),
+        (make_recipe(), "meta", r"device: expected cpu or cuda"),
     ):
         with pytest.raises(ValueError, match=message):
             train(recipe, tmp_path / "new", device=device, progress=False)

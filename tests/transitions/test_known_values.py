@@ -204,3 +204,49 @@ def test_one_write_after_two_erasures_is_two_steps() -> None:
     one = scan(q, k, v, Householder(directions, beta), form="chunk")
     two = scan(q, k, v, Product(first, second), form="recurrent")
     assert relative(one.output, two.output) < 64 * EPS
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_count_of_one_is_no_count(form: str) -> None:
+    """An axis n of size 1, alone, in a product and in blocks; as many rows as heads, so that a wrong broadcast fits."""
+    key, beta = unit(2, 5, 2, 4), torch.rand(2, 5, 2, dtype=torch.float64)
+    q, v = torch.randn(2, 5, 2, 4, dtype=torch.float64), torch.randn(2, 5, 2, 3, dtype=torch.float64)
+    gate = ScalarGate(-beta)
+    key1, v1, beta1 = (x.unsqueeze(2) for x in (key, v, beta))
+    pairs: list[tuple[Transition, Transition]] = [
+        (Householder(key, beta), Householder(key1, beta1)),
+        (Product(gate, Householder(key, beta)), Product(gate, Householder(key1, beta1))),
+        (BlockDiagonal(Householder(key, beta), 2), BlockDiagonal(Householder(key1, beta1), 2)),
+    ]
+    for plain, counted in pairs:
+        expected = scan(q, key, v, plain, write=beta, form=form)
+        result = scan(q, key1, v1, counted, write=beta1, form=form)
+        torch.testing.assert_close(result.output, expected.output)
+        torch.testing.assert_close(result.final_state, expected.final_state)
+        torch.testing.assert_close(counted.at(3).apply(expected.final_state), plain.at(3).apply(expected.final_state))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_decay_of_zero_is_a_hard_reset(form: str) -> None:
+    """log 0 = -inf is a legal log decay: nothing from before survives, and no gradient is NaN."""
+    q, k, v = (torch.randn(1, 20, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    log_decay = torch.zeros(1, 20, 1, dtype=torch.float64)
+    log_decay[:, 10] = -torch.inf
+    for gate in (ScalarGate(log_decay), DiagonalGate(log_decay[..., None].expand(1, 20, 1, 4))):
+        output = scan(q, k, v, gate, form=form).output
+        alone = scan(q[:, 10:], k[:, 10:], v[:, 10:], Identity(), form=form).output
+        torch.testing.assert_close(output[:, 10:], alone)
+        assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(output.sum(), (q, k, v)))
+
+
+def test_a_product_with_the_identity_has_the_dtype_of_the_other_factor() -> None:
+    beta = torch.rand(1, 3, 1, dtype=torch.float64)
+    matrix = Householder(unit(1, 3, 1, 4), beta)
+    torch.testing.assert_close(Product(Identity(), matrix).materialize(), matrix.materialize())
+
+
+def test_a_pytree_holds_tensors_only() -> None:
+    """The number of blocks is structure, not a leaf: mapping over tensors leaves it alone."""
+    transition = BlockDiagonal(ScalarGate(-torch.rand(1, 3, 1)), 2)
+    doubled = torch.utils._pytree.tree_map(lambda x: 2 * x, transition)
+    assert doubled.blocks == 2 and torch.equal(doubled.inner.log_decay, 2 * transition.inner.log_decay)

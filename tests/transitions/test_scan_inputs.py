@@ -42,7 +42,7 @@ REFUSED: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
     (
         "no tokens",
         lambda: {n: x[:, :0] if n != "transition" else x for n, x in arguments().items()},
-        "q: expected .* T >= 1",
+        "q: expected .* none of them 0",
     ),
     ("k of another length", lambda: arguments(k=unit(B, T + 1, H, K)), "k: expected"),
     ("k of another key_dim", lambda: arguments(k=unit(B, T, H, K + 1)), "k: expected"),
@@ -107,6 +107,10 @@ REFUSED: list[tuple[str, Callable[[], dict[str, Any]], str]] = [
         lambda: arguments(transition=ScalarGate(torch.full((B, T, HV), 0.1))),
         "log decays <= 0, got 0.1",
     ),
+    ("no key channels", lambda: arguments(q=torch.randn(B, T, H, 0), k=torch.randn(B, T, H, 0)), "q: expected"),
+    ("no writes", lambda: arguments(k=torch.randn(B, T, 0, H, K), v=torch.randn(B, T, 0, HV, V)), "k: expected"),
+    ("a list for q", lambda: arguments(q=[1.0]), "q: expected a tensor, got list"),
+    ("a number for write", lambda: arguments(write=0.5), "write: expected a tensor or None, got float"),
     ("a class for a transition", lambda: arguments(transition=Identity), "transition: expected a Transition"),
 ]
 

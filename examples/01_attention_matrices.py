@@ -1,6 +1,6 @@
 """Draw the attention-like matrix of four transitions: how much of token s is left in the read-out at token t.
 
-    python examples/attention_matrices.py [attention_matrices.png]
+    python examples/01_attention_matrices.py [attention_matrices.png]
 
 All four see the same keys and queries, drawn from a few unit vectors: a query asks for what was written under its key.
 Linear attention adds up every time that key was written, the gate prefers the recent ones, the delta rule keeps the
