@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SAFETY = 64.0  # two runs of one form round differently, row by row
+SAFETY = 256.0  # the worst of 1e5 rows, rounded differently by two runs of one form; a fault is off by far more
 NEIGHBOURS = 2  # rows on either side that say how large a relative error is: one alone can be right by accident
 
 
