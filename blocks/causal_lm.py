@@ -108,7 +108,7 @@ class CausalLM(nn.Module):
         """
         _check_tokens(tokens, mask, cu_seqlens)
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-            _check_vocabulary(tokens, self.config.vocab_size)
+            _check_vocabulary(tokens if mask is None else tokens[mask], self.config.vocab_size)
         if mask is None or cu_seqlens is not None:
             return self._run(tokens, state, cu_seqlens)
         packing = Packing.of(mask)
@@ -141,7 +141,9 @@ class CausalLM(nn.Module):
 
 
 def _check_vocabulary(tokens: Tensor, vocab_size: int) -> None:
-    """Values are checked where that stalls no device."""
+    """Refuse ids that have no embedding; what stands at a pad is never read. Called where it stalls no device."""
+    if tokens.numel() == 0:
+        return
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"tokens: expected ids from 0 to {vocab_size - 1} (vocab_size), got {low} to {high}")
