@@ -2,8 +2,8 @@
 
     S_t = S_{t-1} (alpha_t I - b_t beta_t k_t k_t^T) + beta_t v_t k_t^T        |k_t| = 1
 
-The erasure reads what the state held before the decay: gated DeltaNet has alpha_t (I - beta_t k_t k_t^T) here. The paper
-also corrects the query, q_t - d k_t with one trained d for each head, which is no part of M_t.
+The erasure reads what the state held before the decay: gated DeltaNet has alpha_t (I - beta_t k_t k_t^T) here.
+The paper also corrects the query, q_t - d k_t with one trained d for each head, which is no part of M_t.
 
 Shapes: B batch, T time, H key heads, HV value heads, K key_dim. Source: arXiv:2506.02475 section 3.
 """

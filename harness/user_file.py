@@ -6,7 +6,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from statemix.transitions import Transition
-from statemix.transitions.plugin import Plugin, PluginError, run_file
+from statemix.transitions.fields_module import recipe_name
+from statemix.transitions.plugin import Plugin, PluginError, load_plugin, run_file
 
 from . import check_lowering  # noqa: F401  (registers)
 from .check import CHECKS
@@ -22,9 +23,7 @@ def load_transition(target: str) -> type[Transition]:
     Raises:
         HarnessError: no such file or class, a file that cannot be run (shows the line), a class without ``apply``.
     """
-    file, colon, name = target.rpartition(":")
-    if not colon:
-        file, name = target, ""
+    file, name = _parts(target)
     try:
         plugin = run_file(Path(file))
     except PluginError as error:
@@ -32,6 +31,20 @@ def load_transition(target: str) -> type[Transition]:
     cls = _named(plugin, file, name)
     as_subject(cls)
     return cls
+
+
+def register_file(target: str) -> str:
+    """Make the transitions of a file known to recipes; the name they have for the one of ``FILE.py:Class``.
+
+    Raises:
+        HarnessError: as ``load_transition``; a transition that cannot be made from hidden states, or a name taken.
+    """
+    cls = load_transition(target)
+    try:
+        load_plugin(Path(_parts(target)[0]))
+    except PluginError as error:
+        raise HarnessError(str(error)) from None
+    return recipe_name(cls)
 
 
 def check_file(
@@ -66,6 +79,12 @@ def list_checks() -> str:
     """Name and reason of every check, one a line."""
     width = max(map(len, CHECKS))
     return "\n".join(f"{c.name:<{width}}  {c.reason}{' (slow)' if c.is_slow else ''}" for c in CHECKS.values())
+
+
+def _parts(target: str) -> tuple[str, str]:
+    """File and class; no class where none is named."""
+    file, colon, name = target.rpartition(":")
+    return (file, name) if colon else (target, "")
 
 
 def _named(plugin: Plugin, file: str, name: str) -> type[Transition]:

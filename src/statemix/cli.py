@@ -1,4 +1,4 @@
-"""The command line: ``show``, ``train``, ``generate`` and ``profile`` a model, ``check`` a new recurrence, ``env``.
+"""The command line: ``show``, ``train``, ``generate``, ``profile`` a model; ``check``, ``try`` a recurrence; ``env``.
 
 Exit codes: 0 done; 1 the training met a nan or inf, or a check failed; 2 bad input; 130 interrupted by Ctrl-C.
 A command imports what it runs when it runs, so that ``--help`` and mistyped options need not wait for it.
@@ -127,6 +127,23 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+def _try(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from statemix.harness.user_file import register_file
+    from statemix.training.trial import try_transition
+
+    torch.zeros(4).exp()
+    name = register_file(arguments.target)
+    out = arguments.out or Path(f"{name}-trial.png")
+    if not out.parent.is_dir():
+        raise ValueError(f"out: expected a file in a folder that exists, got {str(out)!r}; make {out.parent} first")
+    report = try_transition(name, name, seed=arguments.seed, show=lambda line: print(line, flush=True))
+    report.draw(out)
+    print(f"\n{report.table()}\n\nwritten to {out}")
+    return 0
+
+
 def _profile(arguments: argparse.Namespace) -> int:
     from statemix.recipes import load
     from statemix.training.profile import profile_training
@@ -173,6 +190,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_train(commands)
     _add_generate(commands)
     _add_check(commands)
+    _add_try(commands)
     _add_profile(commands)
     _add_env(commands)
     # Overrides may also stand behind options, where argparse takes no positional arguments any more.
@@ -250,6 +268,19 @@ def _add_check(commands: Commands) -> None:
     )
     command.add_argument("--slow", action="store_true", help="also the checks that take long")
     command.add_argument("--list", action="store_true", help="name every check, with what it is about")
+
+
+def _add_try(commands: Commands) -> None:
+    command = _add_command(
+        commands,
+        "try",
+        _try,
+        summary="is a new recurrence any good? small runs of recall and parity beside DeltaNet and GLA",
+        example="statemix try my_recurrence.py:MyTransition --out my_transition.png",
+    )
+    command.add_argument("target", metavar="FILE.py:Class", help="the file and its Transition class")
+    command.add_argument("--out", type=Path, metavar="FILE.png", help="the plot (default: NAME-trial.png)")
+    command.add_argument("--seed", type=_whole_from(0), default=0, metavar="S", help="of weights and data (default: 0)")
 
 
 def _add_profile(commands: Commands) -> None:
