@@ -105,9 +105,9 @@ def check_inputs(
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
-    for name, x in {"write": write, "initial_state": initial_state, "cu_seqlens": cu_seqlens}.items():
-        if x is not None and not isinstance(x, Tensor):
-            raise ValueError(f"{name}: expected a tensor or None, got {type(x).__name__}")
+    for name, given in {"write": write, "initial_state": initial_state, "cu_seqlens": cu_seqlens}.items():
+        if given is not None and not isinstance(given, Tensor):
+            raise ValueError(f"{name}: expected a tensor or None, got {type(given).__name__}")
     if q.ndim != 4 or 0 in q.shape:
         raise ValueError(f"q: expected [B, T, H, K], none of them 0, got {list(q.shape)}")
     batch, seq_len, num_heads, key_dim = q.shape
