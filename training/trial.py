@@ -203,6 +203,13 @@ def _learn(transition: Any, setting: Setting, *, lr: float, seed: int) -> tuple[
 
 
 def _model(transition: Any, setting: Setting) -> CausalLM:
-    mixer = {"type": "state", "num_heads": 2, "key_dim": 8, "value_dim": 8, "conv_size": setting.conv_size}
+    mixer = {
+        "type": "state",
+        "num_heads": 2,
+        "key_dim": 8,
+        "value_dim": 8,
+        "conv_size": setting.conv_size,
+        "chunk_size": 16,
+    }
     layer = Block.Config.model_validate({"mixer": {**mixer, "transition": transition}, "mlp": {"width": 128}})
     return CausalLM(CausalLM.Config(vocab_size=setting.vocab_size, hidden_size=64), [layer])

@@ -11,7 +11,8 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -116,13 +117,14 @@ def _check(arguments: argparse.Namespace) -> int:
         raise ValueError("target: expected FILE.py:Class, got nothing; --list names the checks")
     # As at the start of training: the first vectorised exp after matrix products can be slightly wrong.
     torch.zeros(4).exp()
-    report = check_file(
-        arguments.target,
-        only=arguments.only,
-        seed=arguments.seed,
-        seq_len=arguments.seq_len,
-        include_slow=arguments.slow,
-    )
+    with _one_thread():
+        report = check_file(
+            arguments.target,
+            only=arguments.only,
+            seed=arguments.seed,
+            seq_len=arguments.seq_len,
+            include_slow=arguments.slow,
+        )
     print(report)
     return 0 if report.ok else 1
 
@@ -138,10 +140,24 @@ def _try(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path(f"{name}-trial.png")
     if not out.parent.is_dir():
         raise ValueError(f"out: expected a file in a folder that exists, got {str(out)!r}; make {out.parent} first")
-    report = try_transition(name, name, seed=arguments.seed, show=lambda line: print(line, flush=True))
+    with _one_thread():
+        report = try_transition(name, name, seed=arguments.seed, show=lambda line: print(line, flush=True))
     report.draw(out)
     print(f"\n{report.table()}\n\nwritten to {out}")
     return 0
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """On tensors this small a second thread gains nothing, and beside another busy process it costs ten times more."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _profile(arguments: argparse.Namespace) -> int:
