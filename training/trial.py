@@ -3,9 +3,9 @@
     mqar      recall: 8 pairs of key and value, then every key again (``mqar.py``)
     parity    state tracking: twice as many bits as in training (``parity.py``)
 
-One layer, hidden size 64, two heads of 8 key and value channels, so that a head has no room for all the pairs; a few
-minutes on a CPU. DeltaNet fails parity with beta <= 1 and solves it with beta <= 2. One seed and one or two learning
-rates: a hint, not a benchmark (over seeds 0 and 1 the recall of DeltaNet was 0.98 and 0.98, that of GLA 0.94 and 0.97).
+One layer, hidden size 64, two heads with as many key channels as there are pairs; four to five minutes on one core.
+DeltaNet fails parity with beta <= 1 and solves it with beta <= 2. One seed and one or two learning rates: a hint, not a
+benchmark. Recall at seeds 0 and 1 was 1.00 and 0.99 for DeltaNet, 0.92 and 0.90 with beta <= 2, 0.90 and 0.97 for GLA.
 """
 
 import math
