@@ -1,0 +1,299 @@
+"""The additive family on a GPU: which kernels run, on which tensors, in which order. Equations stand with the kernels.
+
+    forward     [gate] -> [segments: walk from zero, join] -> walk
+    backward    [segments: reverse walk from zero, join] -> reverse walk -> gradients
+
+``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_pairs`` for a diagonal one; no decay and a fixed one
+need none. A sequence is cut into segments where one walk a (head, block of V) would leave most of the device idle.
+
+Neither validates nor knows autograd: ``additive_op.py`` does. Shapes: B T HQ HK HV K V, N sequences, C chunk.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .channel_gradients_triton import channel_gradients
+from .channel_pairs_triton import channel_pairs
+from .gate_triton import cumulative_gate
+from .gradients_triton import Gradients, gradients
+from .launch_config import AdditiveConfig, Tiles, additive_config, device_family
+from .spans import Spans, batch_spans, ceil_div, packed_spans, whole_documents
+from .tile_triton import DIAGONAL, NO_DECAY, SCALAR, decay_kind
+from .walk_triton import WalkInputs, join_segments, walk
+
+SHORTEST_SEGMENT = 4  # chunks; a shorter one costs more to join than it gains
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Tiles, and how the tokens are cut."""
+
+    config: AdditiveConfig
+    chunks: Spans
+    sequences: Spans
+    segments: Spans | None
+    decay: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """q and k with their decay, as the walk takes them: see ``walk_triton``."""
+
+    q: Tensor
+    k: Tensor
+    gate: Tensor | None
+    pairs: Tensor | None
+
+    def forward(self, v: Tensor, initial: Tensor | None, plan: _Plan) -> WalkInputs:
+        return WalkInputs(self.q, self.k, v, self.gate, self.pairs, initial, plan.decay, plan.scale)
+
+    def reverse(self, grad: Tensor, initial: Tensor | None, plan: _Plan) -> WalkInputs:
+        return WalkInputs(self.k, self.q, grad, self.gate, self.pairs, initial, plan.decay, plan.scale)
+
+
+def additive_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    scale: float,
+    save: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output, final state, and what backward needs besides the inputs.
+
+    Args:
+        q, k: [B, T, HQ or HK, K], any strides.
+        v: [B, T, HV, V], of one dtype with q and k.
+        log_decay: None, [HV], [B, T, HV] or [B, T, HV, K].
+        initial_state: [N, HV, V, K] float32, or None.
+        cu_seqlens: int32 [N + 1] with B = 1, or None.
+        save: keep the state at every chunk's start; without, backward walks once more.
+
+    Returns:
+        output [B, T, HV, V] in the dtype of q, final_state [N, HV, V, K] float32, saved.
+    """
+    q, k, v, log_decay, initial_state = _contiguous(q, k, v, log_decay, initial_state)
+    plan = _plan(q, v, log_decay, cu_seqlens, scale)
+    operands = _operands(q, k, log_decay, plan)
+    make = torch.empty_like if cu_seqlens is None else torch.zeros_like
+    output = make(v)
+    states = _chunk_states(v, q.shape[-1], plan) if save else None
+    final = _walk(operands.forward(v, initial_state, plan), plan, output=output, states=states)
+    return output, final, [] if states is None else [states, *_own_tensors(operands, plan)]
+
+
+def additive_backward(
+    grad_output: Tensor,
+    grad_final: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: list[Tensor],
+    *,
+    scale: float,
+    needs_decay_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Gradients of q, k, v, log_decay (None unless wanted) and the initial state; arguments as ``additive_forward``."""
+    shapes = q.shape, k.shape
+    q, k, v, log_decay, initial_state = _contiguous(q, k, v, log_decay, initial_state)
+    grad_output, grad_final = _contiguous(grad_output, grad_final)
+    plan = _plan(q, v, log_decay, cu_seqlens, scale)
+    if saved:
+        states, operands = saved[0], _saved_operands(q, k, saved[1:], log_decay, plan)
+        assert states.shape[0] == plan.chunks.count, "tiles changed between a forward pass and its backward pass"
+    else:
+        states, operands = _chunk_states(v, q.shape[-1], plan), _operands(q, k, log_decay, plan)
+        _walk(operands.forward(v, initial_state, plan), plan, output=None, states=states)
+    grad_states = torch.empty_like(states)
+    dv = torch.empty_like(v) if cu_seqlens is None else torch.zeros_like(v)
+    reverse = operands.reverse(grad_output, grad_final, plan)
+    d_initial = _walk(reverse, plan, output=dv, states=grad_states, reverse=True)
+    tensors = (q, k, v, grad_output, states, grad_states)
+    grads = _gradients(*tensors, log_decay, operands.gate, plan, needs_gate=needs_decay_grad)
+    dq, dk = (_sum_groups(x, shape) for x, shape in zip(grads[:2], shapes, strict=True))
+    return dq, dk, dv, _decay_gradient(grads.gate, log_decay), d_initial
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    states: Tensor,
+    grad_states: Tensor,
+    log_decay: Tensor | None,
+    gate: Tensor | None,
+    plan: _Plan,
+    *,
+    needs_gate: bool,
+) -> Gradients:
+    if plan.decay == DIAGONAL.value:
+        assert log_decay is not None
+        tiles = plan.config.channel_gradients
+        return channel_gradients(
+            q, k, v, grad, log_decay, states, grad_states, plan.chunks, scale=plan.scale, tiles=tiles
+        )
+    return gradients(
+        q,
+        k,
+        v,
+        grad,
+        gate,
+        states,
+        grad_states,
+        plan.chunks,
+        decay=plan.decay,
+        scale=plan.scale,
+        tiles=plan.config.gradients,
+        needs_gate=needs_gate,
+    )
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Any]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _plan(q: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, scale: float) -> _Plan:
+    (batch, seq_len, heads, value_dim), key_dim = v.shape, q.shape[-1]
+    config = additive_config(device_family(q.device), key_dim, value_dim, q.dtype)
+    chunk_size = config.chunk_size
+    if cu_seqlens is None:
+        chunks, sequences = batch_spans(batch, seq_len, chunk_size), batch_spans(batch, seq_len, seq_len)
+    else:
+        chunks = packed_spans(cu_seqlens, seq_len, chunk_size, chunk_size)
+        sequences = whole_documents(cu_seqlens, seq_len, chunk_size)
+    length = _segment_length(config, seq_len, sequences.count * heads * ceil_div(value_dim, config.walk.block))
+    segments = None
+    if length < seq_len:
+        if cu_seqlens is None:
+            segments = batch_spans(batch, seq_len, length)
+        else:
+            segments = packed_spans(cu_seqlens, seq_len, length, chunk_size)
+    return _Plan(config, chunks, sequences, segments, decay_kind(log_decay), scale)
+
+
+def _segment_length(config: AdditiveConfig, seq_len: int, programs: int) -> int:
+    """Tokens a segment, a multiple of the chunk; ``seq_len`` or more where whole sequences fill the device."""
+    wanted = ceil_div(config.fill, programs)
+    chunks = ceil_div(ceil_div(seq_len, config.chunk_size), wanted)
+    return max(chunks, SHORTEST_SEGMENT) * config.chunk_size
+
+
+def _operands(q: Tensor, k: Tensor, log_decay: Tensor | None, plan: _Plan) -> _Operands:
+    if plan.decay == SCALAR.value:
+        assert log_decay is not None
+        return _Operands(q, k, cumulative_gate(log_decay, plan.chunks), None)
+    if plan.decay == DIAGONAL.value:
+        assert log_decay is not None
+        made = channel_pairs(q, k, log_decay, plan.chunks, scale=plan.scale, tiles=plan.config.channel_pairs)
+        return _Operands(made.reach, made.rest, made.total, made.pairs)
+    return _Operands(q, k, log_decay, None)
+
+
+def _own_tensors(operands: _Operands, plan: _Plan) -> list[Tensor]:
+    """The tensors of ``operands`` that are not inputs."""
+    own = {SCALAR.value: (operands.gate,), DIAGONAL.value: (operands.q, operands.k, operands.gate, operands.pairs)}
+    return [x for x in own.get(plan.decay, ()) if x is not None]
+
+
+def _saved_operands(q: Tensor, k: Tensor, own: list[Tensor], log_decay: Tensor | None, plan: _Plan) -> _Operands:
+    if plan.decay == SCALAR.value:
+        return _Operands(q, k, own[0], None)
+    if plan.decay == DIAGONAL.value:
+        return _Operands(*own)
+    return _Operands(q, k, log_decay, None)
+
+
+def _chunk_states(v: Tensor, key_dim: int, plan: _Plan) -> Tensor:
+    return v.new_empty(plan.chunks.count, v.shape[2], key_dim, v.shape[3])
+
+
+def _walk(
+    inputs: WalkInputs, plan: _Plan, *, output: Tensor | None, states: Tensor | None, reverse: bool = False
+) -> Tensor:
+    """Walk every sequence, in segments where the plan says so; returns the state at the other end."""
+    heads, value_dim, key_dim = *inputs.value.shape[2:], inputs.writer.shape[-1]
+
+    def state(spans: Spans) -> Tensor:
+        return inputs.value.new_empty(spans.count, heads, value_dim, key_dim, dtype=torch.float32)
+
+    final, chunk_size = state(plan.sequences), plan.config.chunk_size
+    if plan.segments is None:
+        walk(
+            inputs,
+            plan.sequences,
+            chunk_size=chunk_size,
+            tiles=_walk_tiles(plan, states, reverse=reverse),
+            output=output,
+            states=states,
+            final=final,
+            reverse=reverse,
+        )
+        return final
+    updates, decay = state(plan.segments), _span_decay(inputs, plan.segments)
+    walk(
+        replace(inputs, initial=None),
+        plan.segments,
+        chunk_size=chunk_size,
+        tiles=plan.config.summary,
+        output=None,
+        states=None,
+        final=updates,
+        span_decay=decay,
+        reverse=reverse,
+    )
+    join_segments(inputs.initial, updates, decay, final, plan.segments, kind=plan.decay, reverse=reverse)
+    walk(
+        replace(inputs, initial=updates),
+        plan.segments,
+        chunk_size=chunk_size,
+        tiles=_walk_tiles(plan, states, reverse=reverse),
+        output=output,
+        states=states,
+        final=None,
+        reverse=reverse,
+    )
+    return final
+
+
+def _walk_tiles(plan: _Plan, states: Tensor | None, *, reverse: bool) -> Tiles:
+    config = plan.config
+    if plan.decay == DIAGONAL.value:
+        return config.channel_walk
+    return config.reverse if reverse else config.walk if states is None else config.saving
+
+
+def _span_decay(inputs: WalkInputs, segments: Spans) -> Tensor | None:
+    if inputs.decay == NO_DECAY.value:
+        return None
+    shape = [segments.count, inputs.value.shape[2]]
+    if inputs.decay == DIAGONAL.value:
+        shape.append(inputs.writer.shape[-1])
+    return inputs.value.new_empty(shape, dtype=torch.float32)
+
+
+def _sum_groups(x: Tensor, shape: torch.Size) -> Tensor:
+    """[B, T, HV, K] -> [B, T, H, K]: a key head's gradient is the sum over the value heads that share it."""
+    if x.shape == shape:
+        return x
+    return x.unflatten(2, (shape[2], -1)).sum(3, dtype=torch.float32).to(x.dtype)
+
+
+def _decay_gradient(gate: Tensor | None, log_decay: Tensor | None) -> Tensor | None:
+    """The gradient in the shape of log_decay; parts of a scalar gate's are summed over blocks of K."""
+    if gate is None or log_decay is None or log_decay.ndim == 4:
+        return gate
+    by_token = gate.sum(0)  # [HV, tokens]
+    if log_decay.ndim == 1:
+        return by_token.sum(1)
+    return by_token.T.reshape(log_decay.shape)

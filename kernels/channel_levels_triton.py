@@ -1,0 +1,101 @@
+"""Products of a chunk under a decay of its own for every channel, by halving blocks; no exponent is above 0.
+
+    P_ij = sum_c q_ic e^{G_ic - G_jc} k_jc   (j <= i)
+
+A pair i > j lies in the later and the earlier half of exactly one block of 2w rows, w = C/2, C/4, .. 1. At that level
+the exponent splits at the boundary between the halves into two sums of gates, each <= 0, of which row i needs only the
+first and row j only the second. So each row has *one* factor a level,
+
+    E_i = e^{sum of gates from the later half's first row to i}          for a row of a later half
+    E_j = e^{sum of gates after j to the earlier half's last row}        for a row of an earlier half
+
+and with X = E * (q in later halves, k in earlier ones) the level's pairs are entries of X X^T. The exponents are a 0/1
+matrix times the gates, on the tensor cores: exact segment sums, since a gate is split in two float16 numbers, good to
+2^-22. The boundary lies between past and future, so no later gate ever touches an earlier row.
+
+The 0/1 matrices are read from a table rather than compared together anew by every program: that took half of the
+instructions.
+
+Source: arXiv:2312.06635 section 4.3 (secondary chunking), carried down to single rows. Oracle: ``decay.py``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import launch
+from .tile_triton import LEAST_LOG_DECAY, LOG2_E
+
+
+@triton.jit
+def _sum_tables_kernel(table_ptr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Matrix ``level`` of the table: the gates s (columns) whose sum is the exponent of row r; see ``sum_tables``."""
+    level = tl.program_id(0)
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    if TRANSPOSED:
+        gate, named_row = row, column
+    else:
+        gate, named_row = column, row
+    same_half = (named_row >> level) == (gate >> level)
+    up_to = gate <= named_row
+    named = same_half & (up_to == (((named_row >> level) & 1) == 1))
+    if level == tl.num_programs(0) - 1:
+        named = up_to  # reach; the level before it, whose half is the chunk, came out as rest
+    place = table_ptr + (level * CHUNK + row) * CHUNK + column
+    tl.store(place, named.to(table_ptr.dtype.element_ty))
+
+
+def sum_tables(chunk_size: int, like: Tensor) -> Tensor:
+    """0/1 matrices [L + 2, C, C], L = log2 C: the exponents of the L levels, then *rest*, then *reach*."""
+    return _tables(chunk_size, like, torch.float32 if like.dtype == torch.float32 else torch.float16, transposed=False)
+
+
+def spread_tables(chunk_size: int, like: Tensor) -> Tensor:
+    """The same matrices transposed, [L + 2, C, C]; float16 would lose small gradients, so it takes float32."""
+    dtype = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
+    return _tables(chunk_size, like, dtype, transposed=True)
+
+
+def _tables(chunk_size: int, like: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:
+    table = like.new_empty(chunk_size.bit_length() + 1, chunk_size, chunk_size, dtype=dtype)
+    constants = {"CHUNK": chunk_size, "TRANSPOSED": transposed}
+    launch(_sum_tables_kernel, (table.shape[0],), (table,), constants, num_warps=4, num_stages=1)
+    return table
+
+
+@triton.jit
+def split_gate(log_decay, PRECISION: tl.constexpr):
+    """Base-2 gates as two parts: float16 high and low, or float32 and nothing when sums are to be exact."""
+    gate = tl.maximum(log_decay.to(tl.float32), LEAST_LOG_DECAY) * LOG2_E
+    if PRECISION == "tf32":
+        high = gate.to(tl.float16)
+    else:
+        high = gate
+    return high, (gate - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def sums(table_ptr, index, high, low, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of gates that matrix ``index`` of the table names, [C, BLOCK_K]."""
+    steps = tl.arange(0, CHUNK)
+    named = tl.load(table_ptr + (index * CHUNK + steps[:, None]) * CHUNK + steps[None, :])
+    if PRECISION == "tf32":
+        result = tl.dot(named, high, tl.dot(named, low))
+    else:
+        result = tl.dot(named, high, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def is_later(rows, level):
+    """1 for rows of the later half of their block of 2 w rows, w = 2^level, else 0."""
+    return (rows >> level) & 1
+
+
+@triton.jit
+def spread(table_ptr, index, x, dgate, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """Add what the exponents of rows get, x, to the gates in them; ``table_ptr`` is of ``spread_tables``."""
+    steps = tl.arange(0, CHUNK)
+    named = tl.load(table_ptr + (index * CHUNK + steps[:, None]) * CHUNK + steps[None, :])
+    return tl.dot(named, x.to(named.dtype), dgate, input_precision=PRECISION)

@@ -1,0 +1,87 @@
+"""The one place where kernels start, so that a launch can be recorded and compiled ahead of time.
+
+Under ``recording`` nothing runs: each launch is kept with its arguments, which may then be tensors on the meta device.
+What a record holds is what a GPU would be given, so compiling the records of a call compiles that call.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Grid = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: ``kernel[grid](*args, **options)``.
+
+    Attributes:
+        kernel: a function under ``triton.jit``.
+        grid: the number of programs along each axis.
+        args: tensors, numbers and None, in the order of the kernel's parameters.
+        constants: its compile-time parameters by name.
+        num_warps: warps a program.
+        num_stages: how many iterations of a loop have their loads in flight.
+    """
+
+    kernel: Any
+    grid: Grid
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+_recorded: ContextVar[list[Launch] | None] = ContextVar("statemix_launches", default=None)
+
+# What the compiler made, by what it was made for. Triton finds it again as well, in 0.1 ms a launch.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collect launches in place of running them."""
+    launches: list[Launch] = []
+    token = _recorded.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.reset(token)
+
+
+def launch(
+    kernel: Any, grid: Grid, args: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int, num_stages: int
+) -> None:
+    """Run a kernel, or record that it would run. A grid without programs launches nothing.
+
+    Args:
+        args: the parameters that are no constants, in order. Integers must be declared as not specialised.
+        constants: the compile-time parameters, which come last, by name.
+    """
+    launches = _recorded.get()
+    if launches is not None:
+        launches.append(Launch(kernel, grid, args, constants, num_warps, num_stages))
+        return
+    if not all(grid):
+        return
+    values = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    key = (kernel, device, num_warps, num_stages, values, *map(_specialisation, args))
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[(*grid, 1, 1)[:3]](*args, *values)
+        return
+    compiled = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+    if compiled is not None:  # the interpreter makes nothing
+        _compiled[key] = compiled
+
+
+def _specialisation(arg: Any) -> Any:
+    """What Triton compiles an argument for: its type, and for a tensor whether its address is a multiple of 16."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    return type(arg)

@@ -1,0 +1,212 @@
+"""Tile sizes of the kernels: one short table, keyed by device family, head sizes and element size.
+
+Never keyed by the sequence length or the batch: a training run on packed documents must not compile anew every step.
+Each row was checked on its own against float64 (``benchmarks/verify_gpu.py``) and against the compiler faults that
+``tests/kernels`` looks for in the machine code.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any, Literal
+
+import torch
+
+Family = Literal["sm_80", "sm_90", "sm_100", "gfx942", "interpreter"]
+
+FAMILIES: tuple[Family, ...] = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of one kernel's tiles; what a name means is said in the kernel's docstring."""
+
+    block: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class AdditiveConfig:
+    """Tiles of every kernel of the additive family for one size of head.
+
+    Attributes:
+        chunk_size: tokens a chunk.
+        walk: blocks over value_dim of the walk that makes outputs.
+        saving: the same while it saves the state of every chunk.
+        reverse: the same in the reverse walk.
+        channel_walk: the same, all three, under a diagonal decay.
+        summary: blocks over value_dim of the walk that makes states only.
+        gradients: blocks over key_dim.
+        channel_pairs: blocks over key_dim; diagonal decay.
+        channel_gradients: blocks over key_dim; diagonal decay.
+        fill: programs that keep the device busy; a walk with fewer is cut into segments of the sequence.
+    """
+
+    chunk_size: int
+    walk: Tiles
+    saving: Tiles
+    reverse: Tiles
+    channel_walk: Tiles
+    summary: Tiles
+    gradients: Tiles
+    channel_pairs: Tiles
+    channel_gradients: Tiles
+    fill: int
+
+    @classmethod
+    def uniform(cls, chunk_size: int, tiles: Tiles, *, fill: int = 200) -> "AdditiveConfig":
+        """The same tiles for every kernel."""
+        return cls(
+            chunk_size=chunk_size, fill=fill, **{field.name: tiles for field in fields(cls) if field.type is Tiles}
+        )
+
+
+# The largest K of a row, then the row. The ptxas of Triton 3.6 can multiply a right operand narrower than 64 columns
+# wrongly on Hopper, or read it from where nothing is (seen with blocks of 32): 16-bit rows pad smaller heads to 64.
+_NVIDIA_16_BIT = {
+    128: AdditiveConfig(
+        chunk_size=64,
+        walk=Tiles(64, 4, 2),
+        saving=Tiles(64, 4, 3),
+        reverse=Tiles(64, 4, 2),
+        channel_walk=Tiles(64, 4, 3),
+        summary=Tiles(64, 4, 3),
+        gradients=Tiles(64, 4, 1),
+        channel_pairs=Tiles(64, 4, 3),
+        channel_gradients=Tiles(64, 4, 3),
+        fill=200,
+    ),
+    256: replace(
+        AdditiveConfig.uniform(64, Tiles(64, 8, 2)),
+        gradients=Tiles(64, 4, 1),
+        channel_pairs=Tiles(64, 4, 3),
+        channel_gradients=Tiles(64, 4, 3),
+    ),
+    512: replace(
+        AdditiveConfig.uniform(32, Tiles(64, 8, 1)),
+        gradients=Tiles(64, 4, 1),
+        channel_pairs=Tiles(64, 4, 1),
+        channel_gradients=Tiles(64, 4, 1),
+    ),
+}
+# 64 KB of shared memory: no loads in flight, and shorter chunks for wide heads.
+_CDNA3_16_BIT = {
+    128: AdditiveConfig.uniform(64, Tiles(64, 4, 1)),
+    512: AdditiveConfig.uniform(32, Tiles(64, 8, 1)),
+}
+_FLOAT32 = {
+    128: AdditiveConfig.uniform(32, Tiles(32, 4, 1)),
+    512: AdditiveConfig.uniform(16, Tiles(16, 4, 1)),
+}
+_INTERPRETER = {512: AdditiveConfig.uniform(16, Tiles(16, 4, 1), fill=4)}
+
+
+def additive_config(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> AdditiveConfig:
+    """The row of the table for heads of this size; ``tuned`` puts a file's rows in front."""
+    chosen = _overrides.get((family, key_dim, value_dim, dtype))
+    if chosen is not None:
+        return chosen
+    if family == "interpreter":
+        rows = _INTERPRETER
+    elif dtype == torch.float32:
+        rows = _FLOAT32
+    else:
+        rows = _CDNA3_16_BIT if family == "gfx942" else _NVIDIA_16_BIT
+    return next(row for largest, row in rows.items() if key_dim <= largest)
+
+
+_compiled_for: ContextVar[Family | None] = ContextVar("statemix_compiled_for", default=None)
+
+
+@contextmanager
+def compile_for(family: Family) -> Iterator[None]:
+    """Choose tiles for a device that is not present, while launches are recorded."""
+    token = _compiled_for.set(family)
+    try:
+        yield
+    finally:
+        _compiled_for.reset(token)
+
+
+def device_family(device: torch.device) -> Family:
+    """The family whose rows a device takes; a CPU is one only under Triton's interpreter."""
+    given = _compiled_for.get()
+    if given is not None:
+        return given
+    if device.type == "cpu":
+        return "interpreter"
+    if torch.version.hip is not None:
+        return "gfx942"
+    major, _ = torch.cuda.get_device_capability(device)
+    return "sm_80" if major == 8 else "sm_90" if major == 9 else "sm_100"
+
+
+def products_in(dtype: torch.dtype, family: Family) -> str:
+    """How float32 operands of a product are multiplied, in Triton's words.
+
+    Where inputs have 16 bits they are intermediate results, and tf32 is finer than the inputs. For float32 inputs the
+    product is to be one of float32: by three tf32 products, off by 2^-22, or by CDNA's matrix units, which have it.
+    """
+    if dtype != torch.float32:
+        return "tf32"
+    return "ieee" if family in ("gfx942", "interpreter") else "tf32x3"
+
+
+@dataclass(frozen=True)
+class TunedRow:
+    """A configuration for one size of head on one family of devices, in place of the table's."""
+
+    family: Family
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    config: AdditiveConfig
+
+
+# Not a context variable: autograd runs backward passes in threads of its own, which would not see one.
+_overrides: dict[tuple[Family, int, int, torch.dtype], AdditiveConfig] = {}
+
+
+@contextmanager
+def override(rows: Iterable[TunedRow]) -> Iterator[None]:
+    """Inside, these rows stand in front of the table, in the whole process.
+
+    The backward pass of a call belongs inside too: it reads states at the chunk borders of its forward pass.
+    """
+    before = dict(_overrides)
+    _overrides.update({(row.family, row.key_dim, row.value_dim, row.dtype): row.config for row in rows})
+    try:
+        yield
+    finally:
+        _overrides.clear()
+        _overrides.update(before)
+
+
+# (block, num_warps) worth a try: fewer warps spill, more leave a warp without work.
+_TRIED_TILES = ((32, 4), (64, 4), (64, 8), (128, 8))
+_TRIED_STAGES = (1, 2, 3)
+_TRIED_NUMBERS = {"chunk_size": (32, 64), "fill": (100, 200, 400)}
+
+
+def candidates(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> list[AdditiveConfig]:
+    """What tuning tries: the present row, then rows that differ from it in the tiles of one kernel.
+
+    On Hopper no 16-bit block is narrower than 64 columns: its default compiler can get those products wrong.
+    """
+    present = additive_config(family, key_dim, value_dim, dtype)
+    least = 64 if family == "sm_90" and dtype != torch.float32 else 16
+    widest = max(16, 1 << (max(key_dim, value_dim) - 1).bit_length())
+    tried = [present]
+    for field in fields(present):
+        before, others = getattr(present, field.name), list[Any]()
+        if field.name in _TRIED_NUMBERS:
+            others += _TRIED_NUMBERS[field.name]
+        elif isinstance(before, Tiles):
+            for (block, num_warps), stages in product(_TRIED_TILES, _TRIED_STAGES):
+                if least <= block <= widest:
+                    others.append(Tiles(block, num_warps, stages))
+        tried += [replace(present, **{field.name: other}) for other in others]
+    return list(dict.fromkeys(tried))

@@ -1,0 +1,86 @@
+"""Runs of tokens that one program works on: chunks, segments, whole sequences; packed documents included.
+
+For packed documents the places are a table on the device. Lengths are never read on the host, so a GPU does not wait,
+and the number of rows is a bound that depends on sizes alone: rows that are not needed are empty.
+
+Shapes: B batch, T time, N documents, C chunk_size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def ceil_div(x: int, y: int) -> int:
+    """x / y, rounded up. Triton's takes 7 microseconds, and a launch asks several times."""
+    return -(-x // y)
+
+
+def power_of_2_from(x: int) -> int:
+    """The smallest power of two that is not below x."""
+    return 1 << (x - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where the spans of a batch lie.
+
+    Attributes:
+        seq_len: T.
+        length: the most tokens a span can have.
+        per_sequence: spans of one sequence of a batch; meaningless for packed documents.
+        count: how many there are, empty ones of a table included.
+        table: None for a batch, else [count, 4] int32: first token, one past the last, first chunk, document.
+        offsets: None for a batch, else [N + 1] int32: the spans of document n are offsets[n] to offsets[n + 1].
+    """
+
+    seq_len: int
+    length: int
+    per_sequence: int
+    count: int
+    table: Tensor | None = None
+    offsets: Tensor | None = None
+
+
+def batch_spans(batch: int, seq_len: int, length: int) -> Spans:
+    """Spans of ``length`` tokens of each sequence; the last one of a sequence may be shorter."""
+    per_sequence = ceil_div(seq_len, length)
+    return Spans(seq_len, length, per_sequence, batch * per_sequence)
+
+
+def packed_spans(cu_seqlens: Tensor, seq_len: int, length: int, chunk_size: int) -> Spans:
+    """Spans of ``length`` tokens, a multiple of ``chunk_size``, of each document; an empty document has none."""
+    num_documents, bound = cu_seqlens.shape[0] - 1, seq_len // length + cu_seqlens.shape[0] - 1
+    starts, lengths = _inside(cu_seqlens, seq_len)
+    offsets, first_chunks = _offsets(lengths, length), _offsets(lengths, chunk_size)
+    index = torch.arange(bound, device=cu_seqlens.device)
+    document = torch.searchsorted(offsets[1:], index, right=True).clamp(max=num_documents - 1)
+    within = index - offsets[document]
+    start = starts[document] + within * length
+    end = torch.minimum(start + length, starts[document] + lengths[document])
+    first_chunk = first_chunks[document] + within * (length // chunk_size)
+    table = torch.stack([start, torch.maximum(start, end), first_chunk, document], dim=1)
+    table = table * (index < offsets[-1])[:, None]
+    return Spans(seq_len, length, 0, bound, table.int(), offsets.int())
+
+
+def whole_documents(cu_seqlens: Tensor, seq_len: int, chunk_size: int) -> Spans:
+    """One span a document, empty documents included."""
+    num_documents = cu_seqlens.shape[0] - 1
+    starts, lengths = _inside(cu_seqlens, seq_len)
+    document = torch.arange(num_documents, device=cu_seqlens.device)
+    table = torch.stack([starts, starts + lengths, _offsets(lengths, chunk_size)[:-1], document], dim=1)
+    return Spans(seq_len, seq_len, 0, num_documents, table.int())
+
+
+def _inside(cu_seqlens: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Starts and lengths [N] within the sequence, whatever the offsets hold: no kernel then leaves its tensors."""
+    offsets = cu_seqlens.long().clamp(0, seq_len).cummax(0).values
+    return offsets[:-1], offsets.diff()
+
+
+def _offsets(lengths: Tensor, length: int) -> Tensor:
+    """[N + 1]: how many spans of ``length`` tokens come before each document."""
+    counts = (lengths + length - 1) // length
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])

@@ -1,0 +1,360 @@
+"""The walk over chunks that keeps the state on chip: outputs, chunk-start states and the final state.
+
+Forward, for the rows of one chunk and the state S at its start:
+
+    o = (q reach) S^T + (q k^T e^L) v            S <- S total + v^T (k rest)
+
+The reverse walk of the backward pass is the same walk over (k, q, dO), last chunk first, with reach and rest exchanged
+and the pairs transposed:
+
+    dv = (k rest) dS^T + (k q^T e^L) dO          dS <- dS total + dO^T (q reach)
+
+so one kernel serves both: a *reader* (q, or k) meets the state, a *writer* (k, or q) and a value (v, or dO) update it.
+``scale`` multiplies the pairs and whichever of the two is q. For a diagonal decay ``channel_pairs`` has put reach, rest
+and scale into reader, writer and pairs already, and the walk loads them.
+
+Work split: one program a (block of V, head, span). A span is a whole sequence; where those are too few to fill the
+device, it is a segment, and the walk runs twice: from zero for each segment's own update, then, after ``join_segments``
+has chained those, from each segment's true start. The state is a float32 tile [K, BLOCK_V] in registers, transposed
+because a tensor core multiplies a narrow right operand wrongly on some compilers (see launch_config).
+Bytes a token and head, 16-bit, K = V = 128, C = 64: reads q, k, v (768), writes o (256), and 512 for saved states.
+Floor: the same without the states. q and k are read once a block of V, from the second-level cache after the first.
+Shapes: B T HV K V, C chunk. Oracle: ``chunk.py``. Source: arXiv:2312.06635 section 4, arXiv:2405.21060 section 6.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import launch
+from .launch_config import Tiles, device_family, products_in
+from .spans import Spans, ceil_div, power_of_2_from
+from .tile_triton import (
+    DIAGONAL,
+    FIXED,
+    LEAST_LOG_DECAY,
+    LOG2_E,
+    NO_DECAY,
+    SCALAR,
+    between,
+    load_gate,
+    load_rows,
+    locate,
+)
+
+
+@triton.jit(do_not_specialize=["T", "spans_per_seq", "chunks_per_seq", "span", "tokens"])
+def _walk_kernel(
+    reader_ptr,  # [tokens, HR, K]; None without output
+    writer_ptr,  # [tokens, HW, K]
+    value_ptr,  # [tokens, HV, V]
+    gate_ptr,  # None | [HV] log decay | [2, HV, tokens] of cumulative_gate | [chunks, HV, K] total decay
+    pairs_ptr,  # diagonal decay with output: [chunks, HV, C, C], rows query and columns key
+    initial_ptr,  # [spans, HV, V, K] float32, or None
+    output_ptr,  # [tokens, HV, V], or None
+    states_ptr,  # [chunks, HV, K, V]: the state each chunk starts from, or None
+    final_ptr,  # [spans, HV, V, K] float32, or None
+    decay_ptr,  # [spans, HV] or [spans, HV, K] float32: decay across the span, or None
+    spans_ptr,  # [spans, 4], or None for a batch
+    scale,
+    T,
+    spans_per_seq,
+    chunks_per_seq,
+    span,
+    tokens,
+    HR: tl.constexpr,
+    HW: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    DECAY: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    head = (pid // BLOCKS_V) % HV
+    index = pid // (BLOCKS_V * HV)
+    start, end, first_chunk = locate(
+        index, spans_ptr, T, spans_per_seq, chunks_per_seq, span, CHUNK, spans_ptr is not None
+    )
+    num_chunks = ((end - start + CHUNK - 1) // CHUNK).to(tl.int32)
+    head = head.to(tl.int64)
+    k_columns = tl.arange(0, BLOCK_K)
+    v_columns = (pid % BLOCKS_V) * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_state = (k_columns < K)[:, None] & (v_columns < V)[None, :]
+    steps = tl.arange(0, CHUNK)
+    if REVERSE:
+        seen = steps[:, None] <= steps[None, :]  # rows are readers, columns are writers
+    else:
+        seen = steps[:, None] >= steps[None, :]
+
+    if reader_ptr is not None:
+        reader_ptr += head // (HV // HR) * K
+    writer_ptr += head // (HV // HW) * K
+    value_ptr += head * V
+    if output_ptr is not None:
+        output_ptr += head * V
+    state_offset = (index.to(tl.int64) * HV + head) * K * V + v_columns[None, :] * K + k_columns[:, None]
+    if initial_ptr is not None:
+        state = tl.load(initial_ptr + state_offset, mask=mask_state, other=0.0)
+    else:
+        state = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
+    if DECAY == FIXED:
+        gamma = tl.maximum(tl.load(gate_ptr + head).to(tl.float32), LEAST_LOG_DECAY) * LOG2_E
+        fixed_pairs = tl.exp2(tl.where(seen, gamma * tl.abs(steps[:, None] - steps[None, :]), -float("inf")))
+    if decay_ptr is not None:
+        if DECAY == DIAGONAL:
+            span_decay = tl.full([BLOCK_K], 1.0, dtype=tl.float32)
+        elif DECAY == SCALAR:
+            span_decay = tl.zeros([], dtype=tl.float32)
+
+    for i in tl.range(0, num_chunks, num_stages=STAGES):
+        if REVERSE:
+            chunk = num_chunks - 1 - i
+        else:
+            chunk = i
+        first = start + chunk * CHUNK
+        count = tl.minimum(end - first, CHUNK).to(tl.int32)
+        valid = steps < count
+        chunk_index = first_chunk + chunk
+        writer = load_rows(writer_ptr + first * HW * K, steps, valid, k_columns, HW * K, K, BLOCK_K)
+        value = load_rows(value_ptr + first * HV * V, steps, valid, v_columns, HV * V, V, BLOCK_V)
+        dtype: tl.constexpr = value_ptr.dtype.element_ty
+        EXACT: tl.constexpr = dtype == tl.float32
+
+        # reach carries the chunk's start to a row, rest a row to the chunk's end, total start to end
+        if DECAY == FIXED:
+            reach = tl.exp2(gamma * (steps + 1))
+            rest = tl.exp2(gamma * tl.maximum(count - 1 - steps, 0))
+            total = tl.exp2(gamma * count)
+        elif DECAY == SCALAR:
+            high, low, high_end, low_end = load_gate(gate_ptr, first, head, steps, count, tokens, HV)
+            reach = tl.exp2(high)
+            rest = high_end - high
+            if EXACT:
+                rest += low_end - low
+            rest = tl.exp2(rest)
+            total = tl.exp2(high_end)
+            if decay_ptr is not None:
+                span_decay += high_end
+        elif DECAY == DIAGONAL:
+            total = tl.load(gate_ptr + (chunk_index * HV + head) * K + k_columns, mask=k_columns < K, other=0.0)
+            if decay_ptr is not None:
+                span_decay *= total
+
+        if states_ptr is not None:
+            place = states_ptr + (chunk_index * HV + head) * K * V + k_columns[:, None] * V + v_columns[None, :]
+            tl.store(place, state.to(dtype), mask=mask_state)
+
+        if reader_ptr is not None:
+            reader = load_rows(reader_ptr + first * HR * K, steps, valid, k_columns, HR * K, K, BLOCK_K)
+            output = tl.dot(reader, state.to(dtype), input_precision=PRECISION)
+            if DECAY == DIAGONAL:
+                place = pairs_ptr + (chunk_index * HV + head) * CHUNK * CHUNK
+                if REVERSE:
+                    pairs = tl.load(place + steps[None, :] * CHUNK + steps[:, None])
+                else:
+                    pairs = tl.load(place + steps[:, None] * CHUNK + steps[None, :])
+            else:
+                pairs = tl.dot(reader, tl.trans(writer), input_precision=PRECISION) * scale
+                if DECAY == FIXED:
+                    pairs *= fixed_pairs
+                elif DECAY == SCALAR:
+                    lag = between(high, low, EXACT)
+                    if REVERSE:
+                        lag = -lag
+                    pairs *= tl.exp2(tl.where(seen, lag, -float("inf")))
+                else:
+                    pairs = tl.where(seen, pairs, 0.0)
+                if DECAY != NO_DECAY:
+                    if REVERSE:
+                        output *= rest[:, None]
+                    else:
+                        output *= (reach * scale)[:, None]
+                elif not REVERSE:
+                    output *= scale
+                pairs = pairs.to(dtype)
+            output = tl.dot(pairs, value, output, input_precision=PRECISION)
+            mask = valid[:, None]
+            if V % BLOCK_V != 0:
+                mask = mask & (v_columns < V)[None, :]
+            place = output_ptr + first * HV * V + steps[:, None] * (HV * V) + v_columns[None, :]
+            tl.store(place, output.to(dtype), mask=mask)
+
+        if DECAY == FIXED or DECAY == SCALAR:
+            state *= total
+            if REVERSE:
+                value = (value * (reach * scale)[:, None]).to(dtype)
+            else:
+                value = (value * rest[:, None]).to(dtype)
+        elif DECAY == DIAGONAL:
+            state *= total[:, None]
+        elif REVERSE:
+            value = (value * scale).to(dtype)
+        state = tl.dot(tl.trans(writer), value, state, input_precision=PRECISION)
+
+    if final_ptr is not None:
+        tl.store(final_ptr + state_offset, state, mask=mask_state)
+    if decay_ptr is not None:
+        if pid % BLOCKS_V == 0:
+            if DECAY == DIAGONAL:
+                tl.store(decay_ptr + (index.to(tl.int64) * HV + head) * K + k_columns, span_decay, mask=k_columns < K)
+            elif DECAY == SCALAR:
+                tl.store(decay_ptr + index.to(tl.int64) * HV + head, tl.exp2(span_decay))
+            elif DECAY == FIXED:
+                tl.store(decay_ptr + index.to(tl.int64) * HV + head, tl.exp2(gamma * (end - start).to(tl.float32)))
+
+
+@triton.jit(do_not_specialize=["spans_per_seq"])
+def _join_segments_kernel(
+    initial_ptr,  # [N, HV, V, K] float32, or None
+    updates_ptr,  # [spans, HV, V, K] float32: updates from zero, replaced by the state each segment starts from
+    decay_ptr,  # [spans, HV] or [spans, HV, K] float32, or None
+    final_ptr,  # [N, HV, V, K] float32
+    offsets_ptr,  # [N + 1] segments before each document, or None for a batch
+    spans_per_seq,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DECAY: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """S_start[s + 1] = S_start[s] decay[s] + update[s], over the segments of one sequence."""
+    BLOCKS: tl.constexpr = (K * V + BLOCK - 1) // BLOCK
+    pid = tl.program_id(0)
+    head = ((pid // BLOCKS) % HV).to(tl.int64)
+    sequence = (pid // (BLOCKS * HV)).to(tl.int64)
+    elements = (pid % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    mask = elements < K * V
+    if offsets_ptr is not None:
+        first, last = tl.load(offsets_ptr + sequence).to(tl.int64), tl.load(offsets_ptr + sequence + 1).to(tl.int64)
+    else:
+        first, last = sequence * spans_per_seq, (sequence + 1) * spans_per_seq
+    offset = (sequence * HV + head) * K * V + elements
+    if initial_ptr is not None:
+        state = tl.load(initial_ptr + offset, mask=mask, other=0.0)
+    else:
+        state = tl.zeros([BLOCK], dtype=tl.float32)
+    count = (last - first).to(tl.int32)
+    step = 1
+    segment = first
+    if REVERSE:
+        step = -1
+        segment = last - 1
+    update = tl.load(updates_ptr + (segment * HV + head) * K * V + elements, mask=mask & (count > 0), other=0.0)
+    for i in range(count):
+        place = updates_ptr + (segment * HV + head) * K * V + elements
+        # the next update is asked for before this one's place is overwritten: a load does not pass a store by itself
+        following = tl.load(place + step * HV * K * V, mask=mask & (i + 1 < count), other=0.0)
+        if DECAY == DIAGONAL:
+            decay = tl.load(decay_ptr + (segment * HV + head) * K + elements % K, mask=mask, other=0.0)
+        elif DECAY != NO_DECAY:
+            decay = tl.load(decay_ptr + segment * HV + head)
+        else:
+            decay = 1.0
+        tl.store(place, state, mask=mask)
+        state = state * decay + update
+        update = following
+        segment += step
+    tl.store(final_ptr + offset, state, mask=mask)
+
+
+@dataclass(frozen=True)
+class WalkInputs:
+    """What the walk reads; names and shapes as in ``_walk_kernel``."""
+
+    reader: Tensor
+    writer: Tensor
+    value: Tensor
+    gate: Tensor | None
+    pairs: Tensor | None
+    initial: Tensor | None
+    decay: int
+    scale: float
+
+
+def walk(
+    inputs: WalkInputs,
+    spans: Spans,
+    *,
+    chunk_size: int,
+    tiles: Tiles,
+    output: Tensor | None,
+    states: Tensor | None,
+    final: Tensor | None,
+    span_decay: Tensor | None = None,
+    reverse: bool = False,
+) -> None:
+    """Fill ``output``, ``states`` and ``final`` (and the decay across each span) from ``inputs``."""
+    key_dim, (heads, value_dim) = inputs.writer.shape[-1], inputs.value.shape[-2:]
+    block_v = tiles.block
+    launch(
+        _walk_kernel,
+        (spans.count * heads * ceil_div(value_dim, block_v),),
+        (
+            inputs.reader if output is not None else None,
+            inputs.writer,
+            inputs.value,
+            inputs.gate,
+            inputs.pairs if output is not None else None,
+            inputs.initial,
+            output,
+            states,
+            final,
+            span_decay,
+            spans.table,
+            inputs.scale,
+            spans.seq_len,
+            spans.per_sequence,
+            ceil_div(spans.seq_len, chunk_size),
+            spans.length,
+            inputs.value.shape[0] * inputs.value.shape[1],
+        ),
+        {
+            "HR": inputs.reader.shape[-2],
+            "HW": inputs.writer.shape[-2],
+            "HV": heads,
+            "K": key_dim,
+            "V": value_dim,
+            "CHUNK": chunk_size,
+            "BLOCK_K": max(16, power_of_2_from(key_dim)),
+            "BLOCK_V": block_v,
+            "DECAY": inputs.decay,
+            "REVERSE": reverse,
+            "PRECISION": products_in(inputs.value.dtype, device_family(inputs.value.device)),
+            "STAGES": tiles.num_stages,
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def join_segments(
+    initial: Tensor | None,
+    updates: Tensor,
+    decay: Tensor | None,
+    final: Tensor,
+    spans: Spans,
+    *,
+    kind: int,
+    reverse: bool,
+) -> None:
+    """Turn the updates of segments into the states they start from, in place, and fill ``final``."""
+    num_sequences, heads, value_dim, key_dim = final.shape
+    block = 512
+    launch(
+        _join_segments_kernel,
+        (num_sequences * heads * ceil_div(key_dim * value_dim, block),),
+        (initial, updates, decay, final, spans.offsets, spans.per_sequence),
+        {"HV": heads, "K": key_dim, "V": value_dim, "BLOCK": block, "DECAY": kind, "REVERSE": reverse},
+        num_warps=4,
+        num_stages=1,
+    )
