@@ -19,6 +19,7 @@ class Check:
         function: raises on failure.
         applies: whether a problem of the subject has what the check is about.
         needs_chunk_form: the check is about ``lower``.
+        needs_float64: the check is about M_t rather than the scan, or needs digits; left out for other inputs.
         is_slow: left to ``make test-all``.
     """
 
@@ -27,6 +28,7 @@ class Check:
     function: Function
     applies: Callable[[Problem], bool]
     needs_chunk_form: bool
+    needs_float64: bool
     is_slow: bool
 
 
@@ -38,13 +40,14 @@ def check(
     *,
     applies: Callable[[Problem], bool] = lambda problem: True,
     needs_chunk_form: bool = False,
+    needs_float64: bool = False,
     is_slow: bool = False,
 ) -> Callable[[Function], Function]:
     """Register a function as a check under its own name."""
 
     def register(function: Function) -> Function:
         name = function.__name__
-        CHECKS[name] = Check(name, reason, function, applies, needs_chunk_form, is_slow)
+        CHECKS[name] = Check(name, reason, function, applies, needs_chunk_form, needs_float64, is_slow)
         return function
 
     return register

@@ -12,7 +12,7 @@ from .context import CheckFailure, Context, describe, locate
 from .problem import Problem, Sizes
 
 
-@check("apply returns a state: same shape and dtype, and leaves its argument alone")
+@check("apply returns a state: same shape and dtype, and leaves its argument alone", needs_float64=True)
 def apply_keeps_the_shape(context: Context, sizes: Sizes) -> None:
     problem = context.problem(sizes)
     state = _states(problem, sizes)
@@ -26,7 +26,7 @@ def apply_keeps_the_shape(context: Context, sizes: Sizes) -> None:
         raise CheckFailure("apply: expected the state passed in to stay as it was; return a new tensor")
 
 
-@check("apply is linear in the state: M_t may not depend on S")
+@check("apply is linear in the state: M_t may not depend on S", needs_float64=True)
 def apply_is_linear(context: Context, sizes: Sizes) -> None:
     problem = context.problem(sizes)
     x, y = _states(problem, sizes), _states(problem, sizes, seed=5)
@@ -36,7 +36,7 @@ def apply_is_linear(context: Context, sizes: Sizes) -> None:
     _expect("apply(2 x - 3 y)", problem.transition.apply(2 * x - 3 * y), exact, low_sum)
 
 
-@check("apply(S) is S @ materialize(): the action and the matrix are one thing")
+@check("apply(S) is S @ materialize(): the action and the matrix are one thing", needs_float64=True)
 def apply_is_materialize(context: Context, sizes: Sizes) -> None:
     problem = context.problem(sizes)
     state, low = _states(problem, sizes), problem.to(torch.float32)
@@ -44,7 +44,7 @@ def apply_is_materialize(context: Context, sizes: Sizes) -> None:
     _expect("apply", problem.transition.apply(state), exact, state.float() @ _matrix(low, sizes))
 
 
-@check("the measured dS_t / dS_{t-1} of the scan is M_t")
+@check("the measured dS_t / dS_{t-1} of the scan is M_t", needs_float64=True)
 def measured_transition_is_declared(context: Context, sizes: Sizes) -> None:
     problem = context.problem(Sizes(sizes.batch, 1, *sizes_after_time(sizes)))
     basis = torch.eye(sizes.key_dim, dtype=torch.float64)
@@ -58,7 +58,7 @@ def measured_transition_is_declared(context: Context, sizes: Sizes) -> None:
     _expect("d final_state / d initial_state", measured, _matrix(problem, sizes)[:, 0], low)
 
 
-@check("eigenvalues of M_t lie in the declared interval, or within the declared radius")
+@check("eigenvalues of M_t lie in the declared interval, or within the declared radius", needs_float64=True)
 def spectrum_is_declared(context: Context, sizes: Sizes) -> None:
     problem = context.problem(sizes)
     transition = problem.transition
@@ -77,7 +77,7 @@ def spectrum_is_declared(context: Context, sizes: Sizes) -> None:
         )
 
 
-@check("tokens, at(t), to, detach and pytree round trips keep the transition what it is")
+@check("tokens, at(t), to, detach and pytree round trips keep the transition what it is", needs_float64=True)
 def value_survives_round_trips(context: Context, sizes: Sizes) -> None:
     problem = context.problem(sizes)
     transition = problem.transition
@@ -102,7 +102,7 @@ def value_survives_round_trips(context: Context, sizes: Sizes) -> None:
     )
 
 
-@check("segment summaries merge associatively and reproduce the scan")
+@check("segment summaries merge associatively and reproduce the scan", needs_float64=True)
 def segments_merge(context: Context, sizes: Sizes) -> None:
     problem = context.problem(sizes)
     if sizes.seq_len < 3:

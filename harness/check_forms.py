@@ -99,7 +99,7 @@ def _packed(context: Context, sizes: Sizes, offsets: list[int]) -> Problem:
     problem = context.problem(replace(sizes, batch=1))
     shape = (len(offsets) - 1, sizes.num_value_heads, sizes.value_dim, sizes.key_dim)
     states = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    return replace(problem, initial_state=states, cu_seqlens=torch.tensor(offsets, dtype=torch.int32))
+    return replace(problem, initial_state=states.to(context.dtype), cu_seqlens=torch.tensor(offsets, dtype=torch.int32))
 
 
 def _expect_splits(context: Context, sizes: Sizes, splits: list[list[int]]) -> None:

@@ -12,7 +12,7 @@ from .problem import Problem, Sizes
 from .source_lines import lines_of
 
 
-@check("lower() is another way to write apply(): both stand for one M_t", needs_chunk_form=True)
+@check("lower() is another way to write apply(): both stand for one M_t", needs_chunk_form=True, needs_float64=True)
 def lower_is_apply(context: Context, sizes: Sizes) -> None:
     problem = context.problem(sizes)
     exact = _materialized(problem, sizes)

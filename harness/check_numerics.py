@@ -100,7 +100,7 @@ def equal_keys_are_exact(context: Context, sizes: Sizes) -> None:
                 expect_definition(context.run(form), fixed)
 
 
-@check("gradcheck: numerical and analytical gradients agree")
+@check("gradcheck: numerical and analytical gradients agree", needs_float64=True)
 def gradcheck_passes(context: Context, sizes: Sizes) -> None:
     small = replace(sizes, batch=1, seq_len=min(sizes.seq_len, 3), num_heads=1, num_value_heads=1, value_dim=2)
     leaves = context.problem(small).leaves()

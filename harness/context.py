@@ -40,26 +40,32 @@ class Context:
         scan: the implementation, with the signature of ``statemix.scan``.
         seed: of every random draw.
         has_chunk_form: the transition lowers, so there are several forms to compare.
+        dtype: of the inputs; float32 for an implementation that takes no float64.
+        only_forms: the forms that the implementation has; None for all.
     """
 
     subject: Subject
     scan: Callable[..., ScanResult]
     seed: int = 0
     has_chunk_form: bool = False
+    dtype: torch.dtype = torch.float64
+    only_forms: tuple[str, ...] | None = None
 
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
     def problem(self, sizes: Sizes, *, has_state: bool = True) -> Problem:
-        """A float64 problem, by default with a random initial state."""
+        """A problem rounded to ``dtype``, by default with a random initial state."""
         generator = self.generator()
         problem = self.subject.make(sizes, generator)
-        if not has_state:
-            return problem
-        shape = (sizes.batch, sizes.num_value_heads, sizes.value_dim, sizes.key_dim)
-        return replace(problem, initial_state=torch.randn(shape, generator=generator, dtype=torch.float64))
+        if has_state:
+            shape = (sizes.batch, sizes.num_value_heads, sizes.value_dim, sizes.key_dim)
+            problem = replace(problem, initial_state=torch.randn(shape, generator=generator, dtype=torch.float64))
+        return problem.to(self.dtype)
 
     def forms(self) -> tuple[str, ...]:
+        if self.only_forms is not None:
+            return self.only_forms
         return ("recurrent", "chunk", "parallel") if self.has_chunk_form else ("recurrent",)
 
     def run(self, form: str, **options: Any) -> Run:

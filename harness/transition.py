@@ -43,6 +43,8 @@ def check_transition(
     scan: Callable[..., ScanResult] | None = None,
     seed: int = 0,
     sizes: Sizes | None = None,
+    dtype: torch.dtype = torch.float64,
+    forms: tuple[str, ...] | None = None,
     include_slow: bool = False,
     reproduce: str = "",
 ) -> Report:
@@ -55,6 +57,8 @@ def check_transition(
         scan: the implementation to hold against the definition; ``statemix.scan`` if None.
         seed: of the random inputs.
         sizes: of the random inputs.
+        dtype: of the random inputs; float32 for a scan that takes no float64, whose checks of M_t are then left out.
+        forms: those that the scan has; None for all.
         include_slow: also those checks that take long.
         reproduce: how to call this again, shown beside failures.
 
@@ -66,7 +70,7 @@ def check_transition(
     selected = list(only) if only is not None else None
     for name in [*expected, *(selected or [])]:
         expect_known(name, CHECKS)
-    context, sizes = _context(subject, scan, seed), sizes or Sizes()
+    context, sizes = replace(_context(subject, scan, seed), dtype=dtype, only_forms=forms), sizes or Sizes()
     call = reproduce or f"check_transition({subject.name}, seed={seed}"
     results = [
         _run(c, context, sizes, expected.get(c.name), call)
@@ -114,7 +118,10 @@ def applicable(context: Context, sizes: Sizes, *, include_slow: bool) -> list[Ch
     return [
         c
         for c in CHECKS.values()
-        if (include_slow or not c.is_slow) and (context.has_chunk_form or not c.needs_chunk_form) and c.applies(problem)
+        if (include_slow or not c.is_slow)
+        and (context.has_chunk_form or not c.needs_chunk_form)
+        and (context.dtype == torch.float64 or not c.needs_float64)
+        and c.applies(problem)
     ]
 
 

@@ -76,6 +76,10 @@ class Attention(nn.Module):
         cached = seq_len if self.window is None else min(seq_len, self.window - 1)
         return 2 * cached * self.num_kv_heads * self.head_dim * dtype.itemsize + torch.int64.itemsize
 
+    def kernel(self, seq_len: int, device: torch.device) -> str:
+        """What runs the softmax: torch on every device and for every length."""
+        return "torch softmax"
+
     def forward(
         self, hidden: Tensor, state: AttentionState | None = None, *, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, AttentionState]:

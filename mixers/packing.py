@@ -11,8 +11,8 @@ def num_sequences(hidden: Tensor, cu_seqlens: Tensor | None) -> int:
     """Rows that a state must have for ``hidden`` [B, T, ...]: B, or the number of packed documents.
 
     Raises:
-        ValueError: cu_seqlens that is not int32 [N + 1], whose offsets are out of order, or a batch other than 1
-            beside it.
+        ValueError: cu_seqlens that is not int32 [N + 1], whose offsets are out of order (read on the CPU only), or a
+            batch other than 1 beside it.
     """
     if cu_seqlens is None:
         return hidden.shape[0]
@@ -26,7 +26,7 @@ def num_sequences(hidden: Tensor, cu_seqlens: Tensor | None) -> int:
             f"cu_seqlens: expected a batch of 1 row that holds all documents, got batch {hidden.shape[0]}; "
             "lay the rows end to end, or leave cu_seqlens out"
         )
-    if not torch.compiler.is_compiling():
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():  # reading them would stall a GPU
         document_bounds(cu_seqlens, seq_len=hidden.shape[1])
     return len(cu_seqlens) - 1
 

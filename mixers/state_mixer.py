@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from statemix.transitions import HeadSizes, TransitionSpec, build_transition, scan
+from statemix.transitions import HeadSizes, TransitionSpec, build_transition, explain, scan
 
 from .convolution import ShortConvolution
 from .feature_map import NON_NEGATIVE, ElementwiseProduct, FeatureMap, build_feature_map
@@ -53,7 +53,8 @@ class StateMixer(nn.Module):
         has_skip: bool = Field(False, description="D v_t is added to the read-out, D one number a value head (Mamba-2)")
         output_norm: Literal["rms", "none"] = Field("rms", description="norm of the read-out, per head")
         output_gate: Literal["none", "silu", "sigmoid"] = Field("none", description="gate on the read-out")
-        chunk_size: Literal[16, 32, 64, 128] = Field(64, description="tokens that the chunk form takes at once")
+        chunk_size: Literal[16, 32, 64, 128] = Field(64, description="tokens that the torch chunk form takes at once")
+        recompute: bool = Field(False, description="states are computed again for gradients: less memory, more time")
 
         @model_validator(mode="after")
         def _heads_divide(self) -> "StateMixer.Config":
@@ -81,7 +82,8 @@ class StateMixer(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.num_value_heads = config.num_value_heads or config.num_heads
-        self.key_dim, self.value_dim, self.chunk_size = config.key_dim, config.value_dim, config.chunk_size
+        self.key_dim, self.value_dim = config.key_dim, config.value_dim
+        self.chunk_size, self.recompute = config.chunk_size, config.recompute
         sizes = HeadSizes(hidden_size, self.num_heads, self.num_value_heads, self.key_dim)
         self.transition = build_transition(config.transition, sizes)
         self.num_writes, self.blocks = self.transition.num_writes, self.transition.blocks
@@ -157,6 +159,15 @@ class StateMixer(nn.Module):
         position = self.rotary * torch.int64.itemsize
         return recurrent * torch.promote_types(dtype, torch.float32).itemsize + conv * dtype.itemsize + position
 
+    def kernel(self, seq_len: int, device: torch.device) -> str:
+        """What runs the recurrence in training on ``device``, such as "torch chunk"; a mixer on meta can answer too."""
+        hidden = self.query.weight.new_empty(1, seq_len, self.query.in_features)
+        query, key, value = self._split_heads(hidden.new_empty(1, seq_len, sum(self.channels), requires_grad=True))
+        key = key.flatten(-2)
+        transition, write = self.transition(hidden, key)
+        chosen = explain(query.flatten(-2), key, value, transition, write=write, device=device)
+        return f"{chosen.backend} {chosen.form}"
+
     def forward(
         self, hidden: Tensor, state: StateMixerState | None = None, *, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, StateMixerState]:
@@ -191,6 +202,7 @@ class StateMixer(nn.Module):
             initial_state=recurrent,
             cu_seqlens=cu_seqlens,
             chunk_size=self.chunk_size,
+            recompute=self.recompute,
         )
         mixed = divide_by_ones(mixed) if self.is_normalized else mixed
         if self.skip is not None:

@@ -1,4 +1,4 @@
-"""The layer table of a recipe: what each layer is, how large it is and what it carries from token to token.
+"""The layer table of a recipe: what each layer is, how large it is, what it carries from token to token, what runs it.
 
 Nothing is allocated: parameters are counted on the meta device, state sizes come from the mixers.
 """
@@ -18,7 +18,12 @@ from .recipe import Recipe
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer; ``formula`` is M_t in words for a state mixer and the keys in reach for attention."""
+    """One layer.
+
+    Attributes:
+        formula: M_t in words for a state mixer, the keys in reach for attention.
+        kernel: what runs the mixer in training, backend and form.
+    """
 
     index: int
     name: str
@@ -26,6 +31,7 @@ class LayerRow:
     formula: str
     parameters: int
     state_bytes: int
+    kernel: str
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class LayerTable:
         outer_parameters: embedding, last norm and head (a tied head counts once).
         parameters: of the whole model.
         state_bytes: of the whole model for one sequence of ``seq_len`` tokens, float32.
+        device: where the kernels would run, "cuda" or "cpu".
         unused: layers that neither stack nor replace names.
     """
 
@@ -47,14 +54,20 @@ class LayerTable:
     parameters: int
     state_bytes: int
     seq_len: int
+    device: str
     unused: tuple[str, ...]
 
 
-def layer_table(recipe: Recipe, seq_len: int | None = None) -> LayerTable:
-    """Count parameters and state bytes of ``recipe``, after ``seq_len`` tokens (default: those of its training)."""
+def layer_table(recipe: Recipe, seq_len: int | None = None, *, device: str | None = None) -> LayerTable:
+    """Count parameters and state bytes of ``recipe``, after ``seq_len`` tokens (default: those of its training).
+
+    Args:
+        device: to ask which kernels would run there; None takes a GPU when there is one, as training does.
+    """
     seq_len = recipe.training.seq_len if seq_len is None else seq_len
     if seq_len < 1:
         raise ValueError(f"seq_len: expected 1 or more tokens, got {seq_len}")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with torch.device("meta"):
         model = build(recipe)
     names, blocks = recipe.layer_names, cast(Sequence[Block], model.blocks)
@@ -66,6 +79,7 @@ def layer_table(recipe: Recipe, seq_len: int | None = None) -> LayerTable:
             formula=block.mixer.formula,
             parameters=_count(block),
             state_bytes=block.mixer.state_bytes(seq_len),
+            kernel=block.mixer.kernel(seq_len, torch.device(device)),
         )
         for index, (name, layer, block) in enumerate(zip(names, recipe.layer_configs, blocks, strict=True))
     )
@@ -76,11 +90,12 @@ def layer_table(recipe: Recipe, seq_len: int | None = None) -> LayerTable:
         parameters=_count(model),
         state_bytes=sum(row.state_bytes for row in rows),
         seq_len=seq_len,
+        device=device,
         unused=tuple(name for name in recipe.layers if name not in names),
     )
 
 
-def render(table: LayerTable, *, width: int = 110) -> str:
+def render(table: LayerTable, *, width: int = 130) -> str:
     """The table as plain ASCII text, at most ``width`` columns wide."""
     from rich import box
     from rich.console import Console
@@ -93,11 +108,15 @@ def render(table: LayerTable, *, width: int = 110) -> str:
     grid.add_column("M_t", "")
     grid.add_column("parameters", f"{table.parameters:,}", justify="right")
     grid.add_column(f"state bytes at {table.seq_len:,} tokens", f"{table.state_bytes:,}", justify="right")
+    grid.add_column("runs as", "")
     for row in table.rows:
-        grid.add_row(str(row.index), row.name, row.mixer, row.formula, f"{row.parameters:,}", f"{row.state_bytes:,}")
-    grid.add_row("", "around", "", "embedding, last norm, head", f"{table.outer_parameters:,}", "0")
+        counts = f"{row.parameters:,}", f"{row.state_bytes:,}"
+        grid.add_row(str(row.index), row.name, row.mixer, row.formula, *counts, row.kernel)
+    grid.add_row("", "around", "", "embedding, last norm, head", f"{table.outer_parameters:,}", "0", "")
+    notes = [f"runs as: in training on {table.device}"]
     if table.unused:
-        grid.caption = f"not used by the stack: {', '.join(table.unused)}"
+        notes.append(f"not used by the stack: {', '.join(table.unused)}")
+    grid.caption = "\n".join(notes)
     text = io.StringIO()
     Console(file=text, width=width, color_system=None, markup=False, highlight=False).print(grid)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())

@@ -3,6 +3,7 @@
 from .attention_matrix import attention_matrix
 from .base import Transition
 from .block_diagonal import BlockDiagonal, BlockDiagonalModule
+from .choice import Explanation
 from .diagonal_gate import DiagonalGate, DiagonalGateModule
 from .fields_module import register_transition
 from .fixed_decay import FixedDecay, FixedDecayModule
@@ -13,7 +14,7 @@ from .module import FactorConfig, HeadSizes, ProductModule, TransitionModule
 from .product import Product
 from .registry import TransitionSpec, build_transition, register, transition_names
 from .scalar_gate import ScalarGate, ScalarGateModule
-from .scan import Explanation, ScanResult, explain, scan, segment_summary, step, validate
+from .scan import ScanResult, explain, scan, segment_summary, step, validate
 
 __all__ = [
     "BlockDiagonal",

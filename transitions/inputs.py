@@ -131,7 +131,7 @@ def check_inputs(
         _expect_shape("write", write, shape, shape + [transition.num_blocks])
     _check_fields(transition, (batch, seq_len, num_heads, num_value_heads, key_dim))
     _check_writes(transition, count[0] if count else 1)
-    num_states = batch if cu_seqlens is None else _num_documents(cu_seqlens, batch, seq_len)
+    num_states = batch if cu_seqlens is None else _num_documents(cu_seqlens, q)
     if initial_state is not None:
         _expect_shape("initial_state", initial_state, [num_states, num_value_heads, v.shape[-1], key_dim])
     return ScanInputs(q, k, v, transition, write, initial_state, cu_seqlens)
@@ -151,6 +151,17 @@ def check_values(transition: Transition) -> None:
                     "without bound; normalise the keys",
                     stacklevel=3,
                 )
+
+
+def check_offsets(inputs: ScanInputs) -> None:
+    """Refuse offsets of documents that are out of order or beyond the sequence."""
+    if inputs.cu_seqlens is None:
+        return
+    offsets = inputs.cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] > inputs.seq_len or offsets != sorted(offsets):
+        raise ValueError(
+            f"cu_seqlens: expected offsets that rise from 0 to at most T = {inputs.seq_len}, got {offsets}"
+        )
 
 
 def warn_of_swapped_axes(inputs: ScanInputs) -> None:
@@ -213,17 +224,16 @@ def _check_writes(transition: Transition, num_writes: int) -> None:
     )
 
 
-def _num_documents(cu_seqlens: Tensor, batch: int, seq_len: int) -> int:
-    if batch != 1:
-        raise ValueError(f"cu_seqlens: expected batch 1, got {batch}; pack the rows into one, [1, T_1 + ..., ...]")
+def _num_documents(cu_seqlens: Tensor, q: Tensor) -> int:
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens: expected batch 1, got {q.shape[0]}; pack the rows into one, [1, T_1 + ..., ...]")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"cu_seqlens: expected int32 [N + 1] with N >= 1, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
         )
-    offsets = cu_seqlens.tolist()
-    if offsets[0] != 0 or offsets[-1] > seq_len or any(a > b for a, b in zip(offsets, offsets[1:], strict=False)):
-        raise ValueError(f"cu_seqlens: expected offsets that rise from 0 to at most T = {seq_len}, got {offsets}")
-    return len(offsets) - 1
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens: expected device {q.device} as q has, got {cu_seqlens.device}; move it")
+    return cu_seqlens.shape[0] - 1
 
 
 def _expect_shape(name: str, x: Tensor, *allowed: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """Run a recurrence: S_t = S_{t-1} M_t + w_t v_t k_t^T, o_t = scale * S_t q_t.
 
 ``recurrent`` is the definition: one token after another through ``Transition.apply``. ``chunk`` runs the normal form
-of ``Transition.lower`` as matrix products. ``step`` is one token.
+of ``Transition.lower`` as matrix products, in torch or by Triton's kernels. ``step`` is one token.
 
 Shapes: B batch, T time, n writes a token, H key heads, HV value heads, K key_dim, V value_dim, N packed documents.
 """
@@ -9,20 +9,25 @@ Shapes: B batch, T time, n writes a token, H key heads, HV value heads, K key_di
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from statemix.kernels import Segment, chunk_scan, expand_heads, merge_write
+from statemix.kernels import (
+    Segment,
+    additive_rows,
+    additive_scan,
+    chunk_scan,
+    expand_heads,
+    merge_write,
+    recurrent_scan,
+)
 
 from .base import Transition
-from .inputs import ScanInputs, check_inputs, check_values, warn_of_swapped_axes
-
-Form = Literal["auto", "recurrent", "chunk", "parallel"]
-Backend = Literal["auto", "torch", "triton"]
-
-SHORTEST_CHUNKED = 9  # tokens; below, the loop through ``apply`` takes less time than setting up a chunk
+from .choice import Backend, Explanation, Form, choose
+from .inputs import ScanInputs, check_inputs, check_offsets, check_values, warn_of_swapped_axes
 
 _validate_on_gpu: ContextVar[bool] = ContextVar("statemix_validate", default=False)
 
@@ -34,17 +39,9 @@ class ScanResult(NamedTuple):
     final_state: Tensor
 
 
-class Explanation(NamedTuple):
-    """What ``scan`` runs for some inputs, and why."""
-
-    form: Literal["recurrent", "chunk", "parallel"]
-    backend: Literal["torch"]
-    reason: str
-
-
 @contextmanager
 def validate() -> Iterator[None]:
-    """Check values (log decays <= 0) on a GPU as well; outside, a check there would stall the stream."""
+    """Check values (log decays <= 0, offsets in order) on a GPU as well; outside, a check there would stall it."""
     token = _validate_on_gpu.set(True)
     try:
         yield
@@ -65,6 +62,7 @@ def scan(
     form: Form = "auto",
     backend: Backend = "auto",
     chunk_size: int = 64,
+    recompute: bool = False,
 ) -> ScanResult:
     """Run a sequence through a transition.
 
@@ -80,37 +78,36 @@ def scan(
             offset give zeros.
         form: "recurrent" (the definition, any transition), "chunk" (needs ``transition.lower``), "parallel" (one chunk
             as long as the sequence, O(T^2) memory, for teaching and tests), "auto".
-        backend: "torch" or "auto". "triton" raises: this version has no Triton kernels.
-        chunk_size: tokens a chunk, a power of two from 16 to 128.
+        backend: "torch", "triton" (kernels for transitions without erasures), or "auto": Triton on a GPU where it can.
+        chunk_size: tokens a chunk of the torch chunk form, a power of two from 16 to 128. Triton's kernels have their
+            own in a table. No result depends on it.
+        recompute: save memory: keep no states for the backward pass, which then computes them once more.
 
     Returns:
         ScanResult(output, final_state). Gradients flow to every tensor and through both.
 
     Raises:
         ValueError: a shape, dtype, offset or log decay is not as above.
-        NotImplementedError: form="chunk" or "parallel" for a transition without a normal form, or backend="triton".
+        NotImplementedError: form="chunk" or "parallel" for a transition without a normal form; backend="triton" where
+            it cannot run; a second derivative through it.
 
     >>> q = k = v = torch.ones(1, 3, 1, 1)
     >>> scan(q, k, v, Identity(), scale=1.0).output.flatten()
     tensor([1., 2., 3.])
     """
     inputs = check_inputs(q, k, v, transition, write, initial_state, cu_seqlens, chunk_size)
-    chosen = _choose(inputs, form, backend)
-    if not torch.compiler.is_compiling() and (q.device.type == "cpu" or _validate_on_gpu.get()):
-        check_values(transition)
-        warn_of_swapped_axes(inputs)
+    chosen = choose(inputs, form, backend, q.device)
+    _check_what_can_be_read(inputs, chosen)
     scale = inputs.key_dim**-0.5 if scale is None else float(scale)
     with torch.autocast(q.device.type, enabled=False):
-        inputs, state = inputs.in_state_dtype(), inputs.initial_state()
-        if chosen.form != "recurrent":
-            steps = merge_write(inputs.transition.lower(), inputs.k, inputs.v, inputs.write)
-            chunk_size = chunk_size if chosen.form == "chunk" else 1 << (q.shape[1] - 1).bit_length()
-            output, state = chunk_scan(
-                inputs.q, steps, state, scale=scale, chunk_size=chunk_size, cu_seqlens=cu_seqlens
+        if chosen.backend == "triton":
+            return _run_triton(inputs, chosen, scale=scale, recompute=recompute)
+        if recompute and torch.is_grad_enabled():
+            results = checkpoint(
+                _run_torch, inputs, chosen, scale, chunk_size, use_reentrant=False, preserve_rng_state=False
             )
-        else:
-            output, state = _recurrent(inputs, state, scale)
-    return ScanResult(output.to(q.dtype), state)
+            return ScanResult(*results)
+        return _run_torch(inputs, chosen, scale, chunk_size)
 
 
 def explain(
@@ -125,10 +122,15 @@ def explain(
     form: Form = "auto",
     backend: Backend = "auto",
     chunk_size: int = 64,
+    device: torch.device | str | None = None,
 ) -> Explanation:
-    """Say what ``scan`` would run for these arguments, and why; raises as ``scan`` would."""
+    """Say what ``scan`` would run for these arguments, and why; raises as ``scan`` would.
+
+    Args:
+        device: where the arguments would be, if not where they are: tensors on the meta device serve to ask.
+    """
     inputs = check_inputs(q, k, v, transition, write, initial_state, cu_seqlens, chunk_size)
-    return _choose(inputs, form, backend)
+    return choose(inputs, form, backend, q.device if device is None else torch.device(device))
 
 
 def step(
@@ -141,7 +143,7 @@ def step(
     write: Tensor | None = None,
     scale: float | None = None,
 ) -> ScanResult:
-    """One token, S M_t + w v k^T and its read-out, by the definition: what decoding runs.
+    """One token, S M_t + w v k^T and its read-out, in the recurrent form: what decoding runs.
 
     Args:
         q, k, v, transition, write: as in ``scan``, with T = 1.
@@ -175,30 +177,48 @@ def segment_summary(k: Tensor, v: Tensor, transition: Transition, *, write: Tens
     return Segment(product, update)
 
 
-def _choose(inputs: ScanInputs, form: str, backend: str) -> Explanation:
-    if backend == "triton":
-        raise NotImplementedError("backend: 'triton' cannot run, this version has no Triton kernels; use 'torch'")
-    if backend not in ("auto", "torch"):
-        raise ValueError(f"backend: expected 'auto', 'torch' or 'triton', got {backend!r}")
-    if form == "recurrent":
-        return Explanation("recurrent", "torch", "asked for")
-    if form not in ("auto", "chunk", "parallel"):
-        raise ValueError(f"form: expected 'auto', 'recurrent', 'chunk' or 'parallel', got {form!r}")
-    try:
-        lowered = inputs.transition.lower()
-        merge_write(lowered, inputs.k, inputs.v, inputs.write)
-    except NotImplementedError as error:
-        if form != "auto":
-            raise
-        return Explanation("recurrent", "torch", f"no chunk form: {error}")
-    if form != "auto":
-        return Explanation("chunk" if form == "chunk" else "parallel", "torch", "asked for")
-    if inputs.seq_len < SHORTEST_CHUNKED:
-        return Explanation("recurrent", "torch", f"{inputs.seq_len} tokens are fewer than {SHORTEST_CHUNKED}")
-    direction = "no erasure" if lowered.erase is None else "erases along the write key"
-    if lowered.erase is not None and lowered.erase[1] is not inputs.k:
-        direction = "erases along a direction of its own, then writes"
-    return Explanation("chunk", "torch", direction)
+def _check_what_can_be_read(inputs: ScanInputs, chosen: Explanation) -> None:
+    """Checks of values, where reading them stalls nothing."""
+    if torch.compiler.is_compiling():
+        return
+    is_free = inputs.q.device.type == "cpu" or _validate_on_gpu.get()
+    if is_free or chosen.backend == "torch":  # torch forms read the offsets in any case
+        check_offsets(inputs)
+    if is_free:
+        check_values(inputs.transition)
+        warn_of_swapped_axes(inputs)
+
+
+def _run_triton(inputs: ScanInputs, chosen: Explanation, *, scale: float, recompute: bool) -> ScanResult:
+    """The kernels; q, k and v keep their dtype."""
+    rows = additive_rows(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.transition.lower(),
+        write=inputs.write,
+        cu_seqlens=inputs.cu_seqlens,
+    )
+    initial = None if inputs.initial is None else inputs.initial.float()
+    operands = (rows.q, rows.k, rows.v, rows.log_decay, initial, rows.cu_seqlens)
+    if chosen.form == "recurrent":
+        output, state = recurrent_scan(*operands, scale=scale)
+    else:
+        output, state = additive_scan(*operands, scale=scale, recompute=recompute)
+    return ScanResult(rows.tokens(output), state)
+
+
+def _run_torch(inputs: ScanInputs, chosen: Explanation, scale: float, chunk_size: int) -> ScanResult:
+    """The torch forms, in the dtype of the state."""
+    dtype, seq_len, cu_seqlens = inputs.q.dtype, inputs.seq_len, inputs.cu_seqlens
+    inputs, state = inputs.in_state_dtype(), inputs.initial_state()
+    if chosen.form == "recurrent":
+        output, state = _recurrent(inputs, state, scale)
+    else:
+        steps = merge_write(inputs.transition.lower(), inputs.k, inputs.v, inputs.write)
+        chunk_size = chunk_size if chosen.form == "chunk" else 1 << (seq_len - 1).bit_length()
+        output, state = chunk_scan(inputs.q, steps, state, scale=scale, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
+    return ScanResult(output.to(dtype), state)
 
 
 def _recurrent(inputs: ScanInputs, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:

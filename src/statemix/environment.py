@@ -1,11 +1,12 @@
 """What this machine has and which forms can run here: ``statemix env``."""
 
-import importlib.util
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+
+from statemix.kernels import device_obstacle
 
 PACKAGES = ("statemix", "torch", "triton", "numpy", "pydantic", "omegaconf", "safetensors", "tensorboard")
 
@@ -17,7 +18,7 @@ def describe_environment() -> str:
     lines += [f"{'cpu':<14}{os.cpu_count()} cores, {torch.get_num_threads()} threads in torch"]
     lines += _devices()
     lines += [f"{'torch forms':<14}recurrent, chunk, parallel: run on every device above, in float32 and float64"]
-    lines += [f"{'triton forms':<14}do not run: {_why_no_triton()}"]
+    lines += [f"{'triton forms':<14}{_triton_forms()}"]
     return "\n".join(lines)
 
 
@@ -31,13 +32,13 @@ def _devices() -> list[str]:
     ]
 
 
-def _why_no_triton() -> str:
-    reasons = ["this version has no Triton kernels"]
-    if importlib.util.find_spec("triton") is None:
-        reasons.append("triton is not installed")
-    if not torch.cuda.is_available():
-        reasons.append("there is no GPU")
-    return "; ".join(reasons)
+def _triton_forms() -> str:
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] or [torch.device("cuda")]
+    obstacles = [device_obstacle(gpu) for gpu in gpus]
+    if None not in obstacles:
+        return f"do not run: {'; '.join(dict.fromkeys(map(str, obstacles)))}"
+    elsewhere = "".join(f", not on gpu {i}: {obstacle}" for i, obstacle in enumerate(obstacles) if obstacle is not None)
+    return f"chunk, recurrent: run transitions that erase nothing, in float32, bfloat16 and float16{elsewhere}"
 
 
 def _version(name: str) -> str:

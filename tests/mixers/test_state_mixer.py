@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from statemix.mixers import RMSNorm, StateMixer, build_mixer
 from statemix.mixers.key_norm import unit_length
+from statemix.transitions import choice
 
 CASES: dict[str, dict[str, Any]] = {
     "gated_delta": {"transition": "gated_deltanet", "conv_size": 4, "conv_bias": True, "output_gate": "silu"},
@@ -158,3 +159,27 @@ def test_the_norm_is_computed_in_float32_and_returned_in_the_dtype_it_came_in() 
     low = norm(x.half())  # the mean square is past the largest float16, 65504
     assert low.dtype == torch.float16
     torch.testing.assert_close(low.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("transition", ["gla", "gated_deltanet"])
+def test_recomputing_changes_no_bit_of_the_gradients(make_mixer: Callable[..., nn.Module], transition: str) -> None:
+    grads = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        mixer = make_mixer(type="state", transition=transition, recompute=recompute)
+        mixed, _ = mixer(torch.randn(2, 33, 20, dtype=torch.float64))
+        grads.append(torch.autograd.grad(mixed.square().sum(), list(mixer.parameters())))
+    assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+
+
+def test_it_says_what_runs_it_in_training_and_asks_on_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "device_obstacle", lambda device: None)
+    sizes: dict[str, Any] = {"type": "state", "num_heads": 2, "key_dim": 6, "value_dim": 5, "rotary": False}
+    names = ("linear_attention", "retnet", "mamba2", "gla", "deltanet", "gated_deltaproduct")
+    said = {}
+    for name in names:
+        with torch.device("meta"):
+            mixer = build_mixer(StateMixer.Config(**sizes, transition=name), hidden_size=20)
+        said[name] = [mixer.kernel(seq_len, torch.device(device)) for device in ("cpu", "cuda") for seq_len in (5, 40)]
+    on_cpu, triton = ["torch recurrent", "torch chunk"], ["triton chunk"] * 2
+    assert said == {name: on_cpu + (on_cpu if "delta" in name else triton) for name in names}

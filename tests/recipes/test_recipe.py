@@ -103,6 +103,7 @@ CHANGES = {
     "layers.delta.mixer.output_norm": "none",
     "layers.delta.mixer.output_gate": "silu",
     "layers.delta.mixer.chunk_size": 16,
+    "layers.delta.mixer.recompute": True,
     "layers.delta.mlp.type": None,  # one value only
     "layers.delta.mlp.ratio": None,  # width is given
     "layers.delta.mlp.width": 8,
@@ -132,8 +133,8 @@ def _behaviour(recipe: Recipe) -> tuple[Any, ...]:
     model = build(recipe)
     tokens = torch.arange(1, 13)[None]
     sizes = [(key, tuple(value.shape)) for key, value in model.state_dict().items()]
-    chunks = [getattr(block.mixer, "chunk_size", None) for block in model.blocks]
-    return sizes, chunks, model(tokens)[0].double().sum().item()
+    ways = [[getattr(block.mixer, name, None) for name in ("chunk_size", "recompute")] for block in model.blocks]
+    return sizes, ways, model(tokens)[0].double().sum().item()
 
 
 def test_every_key_of_a_model_changes_what_is_built(load_text) -> None:

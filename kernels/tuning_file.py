@@ -1,0 +1,147 @@
+"""Tile sizes found by ``statemix bench --tune``, as a file that can be kept and used again.
+
+    {"format": 1, "rows": [{"family": "sm_90", "key_dim": 128, "value_dim": 128, "dtype": "bfloat16",
+                            "config": {"chunk_size": 64, "walk": {"block": 64, "num_warps": 4, "num_stages": 2}, ...},
+                            "measured": {...}}]}
+
+``measured`` says where the row comes from; it is for people and is not read.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from .launch_config import FAMILIES, AdditiveConfig, Family, Tiles, TunedRow, device_family, override
+
+FORMAT = 1
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALLOWED = {
+    "chunk_size": (16, 32, 64, 128),
+    "block": (16, 32, 64, 128, 256),
+    "num_warps": (1, 2, 4, 8, 16),
+    "num_stages": (1, 2, 3, 4, 5, 6),
+}
+_SIZES = range(1, 513)
+
+
+@contextmanager
+def tuned(path: str | Path) -> Iterator[None]:
+    """Inside, the kernels take the tile sizes of a tuning file; heads of other sizes keep the table's.
+
+    Backward passes belong inside with their forward passes, and so does the first call of what torch.compile made.
+
+    >>> with tuned("h200.json"):  # doctest: +SKIP
+    ...     loss = model(tokens)
+    ...     loss.backward()
+
+    Raises:
+        ValueError: the file is no tuning file, or has nothing for this machine.
+    """
+    rows = load_tuning(path)
+    here = device_family(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    known = sorted({row.family for row in rows})
+    if here not in known:
+        machine = "a machine without a GPU" if here == "interpreter" else here
+        raise ValueError(
+            f"{path}: expected rows for {machine}, got rows for {', '.join(known)}; leave the file out, or run "
+            "statemix bench --tune on this GPU"
+        )
+    with override(rows):
+        yield
+
+
+def load_tuning(path: str | Path) -> list[TunedRow]:
+    """Read and check a tuning file.
+
+    Raises:
+        ValueError: names the place in the file that is wrong.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8 or not JSON
+        raise ValueError(f"{path}: expected JSON, got something else: {error}") from error
+    whole = _mapping(content, str(path), ("format", "rows"))
+    if whole["format"] != FORMAT:
+        raise ValueError(f"{path}: format: expected {FORMAT}, got {whole['format']!r}; tune again with this version")
+    if not isinstance(whole["rows"], list) or not whole["rows"]:
+        raise ValueError(f"{path}: rows: expected a list with one row or more, got {whole['rows']!r}")
+    return [_row(row, f"{path}: rows[{index}]") for index, row in enumerate(whole["rows"])]
+
+
+def save_tuning(path: str | Path, rows: Sequence[tuple[TunedRow, Mapping[str, Any]]]) -> None:
+    """Write rows, each with what was measured."""
+    written = [
+        {
+            "family": row.family,
+            "key_dim": row.key_dim,
+            "value_dim": row.value_dim,
+            "dtype": _NAMES[row.dtype],
+            "config": asdict(row.config),
+            "measured": dict(measured),
+        }
+        for row, measured in rows
+    ]
+    Path(path).write_text(json.dumps({"format": FORMAT, "rows": written}, indent=2) + "\n", encoding="utf-8")
+
+
+def _row(content: Any, place: str) -> TunedRow:
+    row = _mapping(content, place, ("family", "key_dim", "value_dim", "dtype", "config"), optional=("measured",))
+    families = (*FAMILIES, "interpreter")
+    return TunedRow(
+        cast(Family, _one_of(row["family"], families, f"{place}.family")),
+        _one_of(row["key_dim"], _SIZES, f"{place}.key_dim"),
+        _one_of(row["value_dim"], _SIZES, f"{place}.value_dim"),
+        DTYPES[_one_of(row["dtype"], tuple(DTYPES), f"{place}.dtype")],
+        _config(row["config"], f"{place}.config"),
+    )
+
+
+def _config(content: Any, place: str) -> AdditiveConfig:
+    """Every field of the configuration, and no other."""
+    names = tuple(field.name for field in fields(AdditiveConfig))
+    given = _mapping(content, place, names)
+    values: dict[str, Any] = {
+        field.name: _tiles(given[field.name], f"{place}.{field.name}")
+        if field.type is Tiles
+        else _number(given[field.name], field.name, f"{place}.{field.name}")
+        for field in fields(AdditiveConfig)
+    }
+    return AdditiveConfig(**values)
+
+
+def _tiles(content: Any, place: str) -> Tiles:
+    names = tuple(field.name for field in fields(Tiles))
+    given = _mapping(content, place, names)
+    return Tiles(**{name: _number(given[name], name, f"{place}.{name}") for name in names})
+
+
+def _number(value: Any, name: str, place: str) -> int:
+    if name in _ALLOWED:
+        return int(_one_of(value, _ALLOWED[name], place))
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{place}: expected a whole number from 1 up, got {value!r}")
+    return value
+
+
+def _one_of(value: Any, allowed: Sequence[Any], place: str) -> Any:
+    if type(value) is not type(allowed[0]) or value not in allowed:
+        wanted = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else ", ".join(map(str, allowed))
+        raise ValueError(f"{place}: expected one of {wanted}, got {value!r}")
+    return value
+
+
+def _mapping(content: Any, place: str, names: Sequence[str], *, optional: Sequence[str] = ()) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError(f"{place}: expected a mapping with {', '.join(names)}, got {content!r}")
+    missing = [name for name in names if name not in content]
+    unknown = [name for name in content if name not in (*names, *optional)]
+    if missing or unknown:
+        got = f"{', '.join(unknown)} besides" if unknown else f"no {', '.join(missing)}"
+        raise ValueError(f"{place}: expected {', '.join(names)}, got {got}")
+    return content

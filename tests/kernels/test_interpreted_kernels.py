@@ -1,0 +1,41 @@
+"""Every Triton kernel under Triton's interpreter, on the CPU: the tests of ``interpreted_additive.py``.
+
+An interpreted kernel cannot be compiled in the same process, and the interpreter is chosen when a kernel is defined. So
+they run in processes of their own, one for each group.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from statemix.kernels import availability
+
+FILE = Path(__file__).with_name("interpreted_additive.py")
+GROUPS = {
+    "shapes": "test_shapes and not diagonal",
+    "shapes with a diagonal gate, and gates at their limits": "(test_shapes and diagonal) or test_gates",
+    "packed documents": "test_packed or test_batch",
+    "memory, views and recomputing": "test_memory or test_upstream or test_recomputed",
+    "future, heads and the recurrent form": "test_future or test_heads or test_recurrent",
+    "scan": "test_scan",
+}
+
+
+@pytest.mark.skipif(not availability.HAS_TRITON, reason="triton is not installed")
+@pytest.mark.parametrize("group", GROUPS)
+def test_interpreted_kernels_are_those_of_the_definition(group: str) -> None:
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FILE), "-k", GROUPS[group]]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def test_every_interpreted_test_is_in_a_group() -> None:
+    tests = re.findall(r"^def (test_\w+)", FILE.read_text(encoding="utf-8"), re.MULTILINE)
+    named = set(re.findall(r"test_\w+", " ".join(GROUPS.values())))
+    assert tests and [test for test in tests if not any(test.startswith(name) for name in named)] == []
