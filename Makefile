@@ -2,6 +2,8 @@
 # make test       every test but the slow ones
 # make test-all   every test
 # make lint       ruff and mypy
+# make compile-matrix   every kernel for every family of GPUs under three versions of Triton, into docs/results; no GPU
+#                       needed, an hour or two the first time, later what has changed
 # make docs       the site of docs/, in build/docs; a broken link is an error
 # make clean      remove what was built; keeps .venv and runs
 #
@@ -19,7 +21,7 @@ export OMP_WAIT_POLICY = passive
 
 pip_install = .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all lint docs clean other-python
+.PHONY: demo test test-all lint compile-matrix docs clean other-python
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed-test
@@ -36,6 +38,16 @@ lint: .venv/.installed-dev
 	.venv/bin/ruff format --check
 	.venv/bin/python tools/link_packages.py
 	.venv/bin/mypy
+
+# A folder for each version goes before the packages of .venv, which has the newest of them and torch.
+triton_versions = 3.4.0 3.6.0 3.7.1
+
+compile-matrix: .venv/.installed-test $(triton_versions:%=build/triton-%/.installed)
+	.venv/bin/python tools/compile_matrix.py $(triton_versions:%=build/triton-%)
+
+build/triton-%/.installed: | .venv/.installed-test
+	.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --target build/triton-$* triton==$*
+	@touch $@
 
 # --quiet would hide the warnings that --strict counts. The variable silences a notice about the future of MkDocs.
 docs: .venv/.installed-docs

@@ -1,0 +1,178 @@
+"""Compile every variant of every kernel for every family of devices under several versions of Triton, with no GPU.
+
+    make compile-matrix                                  the three versions, and docs/results/compile-matrix.json
+    python tools/compile_matrix.py build/triton-3.6.0    the same with the versions in these folders
+    python tools/compile_matrix.py --sample sm_90        a few variants under the installed Triton, as JSON lines
+
+A folder is what ``pip install --target`` made; it goes before the environment's own packages. Results are kept in
+build/compile-matrix.jsonl as they come and are found again by the digest of a variant's code and settings, so a second
+run compiles what changed. When it is what a result says that changes, remove that file and the JSON first.
+
+The JSON holds one line a variant, with a list for each version of Triton; its names stand in "columns".
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import asdict, fields
+from itertools import product
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))  # `make` exports PYTHONSAFEPATH
+
+import triton  # noqa: E402
+from compiler_process import CompilerProcess  # noqa: E402
+from kernel_calls import SAMPLE, configurations, label, record  # noqa: E402
+from kernel_variants import Result, Variant, variants_of  # noqa: E402
+
+from statemix.kernels.launch_config import FAMILIES, Family  # noqa: E402
+
+MATRIX = ROOT / "docs" / "results" / "compile-matrix.json"
+KEPT = ROOT / "build" / "compile-matrix.jsonl"
+COLUMNS = [field.name for field in fields(Result)]
+SLOW = 10.0  # seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path, help="Triton versions, each in a folder of its own")
+    parser.add_argument("--sample", choices=FAMILIES, help="compile a sample for this family")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="leave out the others")
+    parser.add_argument("--keep", action="store_true", help="compile all under the installed Triton into build/")
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        parser.error("TRITON_INTERPRET: expected it to be unset, since interpreted kernels cannot be compiled")
+    if arguments.sample:
+        sample = calls_by_variant([arguments.sample], SAMPLE)
+        for variant, result in compile_all(sample, 1):
+            line = {"key": variant.key, "kernel": variant.kernel, "call": sample[variant]} | asdict(result)
+            print(json.dumps(line), flush=True)
+    elif arguments.keep:
+        keep_all(arguments.families)
+    elif arguments.folders:
+        families = tuple(arguments.families)
+        for folder in arguments.folders:
+            path = {"PYTHONPATH": str(folder.resolve())}
+            command = [sys.executable, __file__, "--keep", "--families", *families]
+            subprocess.run(command, check=True, env=os.environ | path)
+        versions = [folder.name.removeprefix("triton-") for folder in arguments.folders]
+        sys.exit(write_matrix(versions, families) > 0)
+    else:
+        parser.error("expected folders, --sample or --keep")
+
+
+def source_hash() -> str:
+    """Digest of everything that decides what is compiled; the same in every Python and Triton."""
+    digest = hashlib.sha256()
+    for file in sources():
+        digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def sources() -> list[Path]:
+    kernels = ROOT / "kernels"
+    hosts = [kernels / name for name in ("launch.py", "launch_config.py", "spans.py")]
+    return [*sorted(kernels.glob("*_triton.py")), *hosts, ROOT / "tools" / "kernel_calls.py"]
+
+
+def calls_by_variant(families: Iterable[Family], calls: Iterable[Any] | None = None) -> dict[Variant, str]:
+    """Every variant with the first call that needs it."""
+    found: dict[Variant, str] = {}
+    for family in families:
+        for configuration in configurations() if calls is None else calls:
+            for variant in variants_of(record(configuration, family), family):
+                found.setdefault(variant, label(configuration))
+    return found
+
+
+def compile_all(variants: Iterable[Variant], num_processes: int) -> Iterator[tuple[Variant, Result]]:
+    """Compile in ``num_processes`` processes; results in the order in which they come."""
+    compilers: SimpleQueue[CompilerProcess] = SimpleQueue()
+
+    def compile_one(variant: Variant) -> Result:
+        compiler = compilers.get()
+        try:
+            return compiler.compile(variant)
+        finally:
+            compilers.put(compiler)
+
+    with ExitStack() as stack:
+        for _ in range(num_processes):
+            compilers.put(stack.enter_context(CompilerProcess()))
+        threads = stack.enter_context(ThreadPoolExecutor(num_processes))
+        variant_of = {threads.submit(compile_one, variant): variant for variant in variants}
+        for future in as_completed(variant_of):
+            yield variant_of[future], future.result()
+
+
+def keep_all(families: Iterable[Family]) -> None:
+    """Compile what is not kept yet under the Triton that is imported, on all cores."""
+    known = {(line["key"], line["triton"]) for line in kept()}
+    missing = [variant for variant in calls_by_variant(families) if (variant.key, triton.__version__) not in known]
+    print(f"Triton {triton.__version__}: {len(missing)} variants to compile", flush=True)
+    KEPT.parent.mkdir(exist_ok=True)
+    with KEPT.open("a") as file:
+        for count, (variant, result) in enumerate(compile_all(missing, os.cpu_count() or 1), start=1):
+            line = {"key": variant.key, "triton": triton.__version__} | asdict(result)
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            if result.fault is not None or count % 100 == 0:
+                print(f"  {count}: {variant.family} {variant.kernel} {result.fault or ''}", flush=True)
+
+
+def kept() -> Iterator[dict[str, Any]]:
+    """Results of earlier runs: of the committed file, then of the folder build."""
+    if MATRIX.exists():
+        for entry in json.loads(MATRIX.read_text())["variants"]:
+            for version, values in entry["results"].items():
+                yield {"key": entry["key"], "triton": version} | dict(zip(COLUMNS, values, strict=True))
+    if KEPT.exists():
+        yield from map(json.loads, KEPT.read_text().splitlines())
+
+
+def write_matrix(versions: list[str], families: tuple[Family, ...] = FAMILIES) -> int:
+    """Put the results of all variants into the file for the documentation; the number of those that must not run."""
+    results = {(line["key"], line["triton"]): [line[name] for name in COLUMNS] for line in kept()}
+    entries = []
+    variants = calls_by_variant(families)
+    if any((variant.key, version) not in results for variant, version in product(variants, versions)):
+        sys.exit("the kernels changed while they were compiled; run make compile-matrix again")
+    for variant, call in variants.items():
+        by_version = {version: results[variant.key, version] for version in versions}
+        entry = {"key": variant.key, "family": variant.family, "kernel": variant.kernel, "call": call}
+        entry |= {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "results": by_version}
+        entries.append(entry)
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    head = json.dumps({"sources": source_hash(), "triton": versions, "families": families, "columns": COLUMNS})
+    MATRIX.parent.mkdir(parents=True, exist_ok=True)
+    MATRIX.write_text(f'{head[:-1]}, "variants": [\n{lines}\n]}}\n')
+    return summarize(entries, versions, families)
+
+
+def summarize(entries: list[dict[str, Any]], versions: list[str], families: tuple[Family, ...]) -> int:
+    """Print a line for each version and family; the number of faults."""
+    faults = 0
+    names = ("variants", "faults", "spill", "shared", "slow", "seconds")
+    print("Triton  family  " + "".join(f"{name:>9}" for name in names))
+    for version in versions:
+        for family in families:
+            rows = [dict(zip(COLUMNS, x["results"][version], strict=True)) for x in entries if x["family"] == family]
+            faulty = sum(row["fault"] is not None for row in rows)
+            faults += faulty
+            spilling, slow = sum(row["spills"] > 0 for row in rows), sum(row["seconds"] > SLOW for row in rows)
+            shared, seconds = max(row["shared"] for row in rows), max(row["seconds"] for row in rows)
+            print(f"{version:8}{family:8}{len(rows):9}{faulty:9}{spilling:9}{shared:9}{slow:9}{seconds:9.1f}")
+    return faults
+
+
+if __name__ == "__main__":
+    main()
