@@ -17,7 +17,7 @@ from statemix.cli import main
 from statemix.training import Interrupted, NonFiniteError
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ("show", "train", "generate", "check", "profile", "env")
+COMMANDS = ("show", "train", "generate", "check", "profile", "bench", "env")
 
 RECIPE = """\
 name: tiny

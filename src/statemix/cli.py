@@ -1,4 +1,5 @@
-"""The command line: ``show``, ``train``, ``generate``, ``profile`` a model; ``check``, ``try`` a recurrence; ``env``.
+"""The command line: ``show``, ``train``, ``generate``, ``profile`` a model; ``check``, ``try``, ``bench`` a recurrence;
+``env``.
 
 Exit codes: 0 done; 1 the training met a nan or inf, or a check failed; 2 bad input; 130 interrupted by Ctrl-C.
 A command imports what it runs when it runs, so that ``--help`` and mistyped options need not wait for it.
@@ -64,10 +65,12 @@ def _train(arguments: argparse.Namespace) -> int:
     try:
         if rival is None:
             stop_after = arguments.stop_after
-            result = train(recipe, out, resume=arguments.resume, stop_after=stop_after, device=arguments.device)
+            with _tuned(arguments.tuned):
+                result = train(recipe, out, resume=arguments.resume, stop_after=stop_after, device=arguments.device)
             print(result.summary())
         else:
-            comparison = compare(recipe, rival, out, resume=arguments.resume, device=arguments.device)
+            with _tuned(arguments.tuned):
+                comparison = compare(recipe, rival, out, resume=arguments.resume, device=arguments.device)
             print(f"{comparison.own.summary()}\n\n{comparison.table()}")
     except NonFiniteError as error:
         return _fail(error, code=1)
@@ -170,6 +173,26 @@ def _profile(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(arguments: argparse.Namespace) -> int:
+    from .bench_command import run_bench
+
+    with _tuned(arguments.tuned):
+        run_bench(arguments)
+    return 0
+
+
+@contextmanager
+def _tuned(path: Path | None) -> Iterator[None]:
+    """The tiles of a tuning file, where one is given."""
+    if path is None:
+        yield
+        return
+    from statemix.kernels.tuning_file import tuned
+
+    with tuned(path):
+        yield
+
+
 def _env(arguments: argparse.Namespace) -> int:
     from .environment import describe_environment
 
@@ -208,6 +231,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _add_check(commands)
     _add_try(commands)
     _add_profile(commands)
+    _add_bench(commands)
     _add_env(commands)
     # Overrides may also stand behind options, where argparse takes no positional arguments any more.
     arguments, rest = parser.parse_known_args(argv)
@@ -247,6 +271,7 @@ def _add_train(commands: Commands) -> None:
     either.add_argument("--compare", metavar="RECIPE", help="train this one too, on the same data, and compare")
     either.add_argument("--stop-after", type=_whole_from(1), metavar="N", help="save and stop after step N")
     command.add_argument("--device", metavar="cpu|cuda", help="default: the GPU if there is one")
+    command.add_argument("--tuned", type=Path, metavar="FILE", help="tiles for the kernels, from statemix bench --tune")
 
 
 def _add_generate(commands: Commands) -> None:
@@ -317,6 +342,35 @@ def _add_profile(commands: Commands) -> None:
     command.add_argument("--device", metavar="cpu|cuda", help="default: the GPU if there is one")
 
 
+def _add_bench(commands: Commands) -> None:
+    command = _add_command(
+        commands,
+        "bench",
+        _bench,
+        summary="time recurrences on this machine: forward, forward and backward, memory; or tune their kernels",
+        example="statemix bench --op gla mamba2 --key-dim 64 --value-dim 64 --tune --out tuned.json",
+    )
+    _add_recipe(command, is_required=False)
+    command.add_argument("--op", metavar="NAME", nargs="+", help="gla, retnet, deltanet, ... (default: all)")
+    sizes = {
+        "batch": "default: 8 on a GPU, 1 on a CPU, training.batch_size for a recipe",
+        "seq-len": "tokens (default: 2048 on a GPU, 512 on a CPU, training.seq_len for a recipe)",
+        "num-heads": "query and key heads (default: 16 on a GPU, 4 on a CPU)",
+        "num-value-heads": "value heads, a multiple of the heads (default: as many)",
+        "key-dim": "channels of a query and key head (default: 128 on a GPU, 64 on a CPU)",
+        "value-dim": "channels of a value head (default: --key-dim)",
+    }
+    for name, text in sizes.items():
+        command.add_argument(f"--{name}", type=_whole_from(1), metavar="N", help=text)
+    dtypes = ("bfloat16", "float16", "float32")
+    command.add_argument("--dtype", choices=dtypes, help="default: bfloat16 on a GPU, float32 on a CPU")
+    command.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
+    command.add_argument("--tuned", type=Path, metavar="FILE", help="tiles for the kernels, from an earlier --tune")
+    tune_help = "try other tiles for heads of this size on this GPU, each checked before it is timed; takes minutes"
+    command.add_argument("--tune", action="store_true", help=tune_help)
+    command.add_argument("--out", type=Path, metavar="FILE", help="where --tune writes what it chose")
+
+
 def _add_env(commands: Commands) -> None:
     _add_command(
         commands,
@@ -340,8 +394,9 @@ def _add_command(commands: Commands, name: str, run: Run, *, summary: str, examp
     return command
 
 
-def _add_recipe(command: argparse.ArgumentParser) -> None:
-    command.add_argument("recipe", metavar="RECIPE", help="YAML file, or the name of a recipe that comes with statemix")
+def _add_recipe(command: argparse.ArgumentParser, *, is_required: bool = True) -> None:
+    recipe_help = "YAML file, or the name of a recipe that comes with statemix"
+    command.add_argument("recipe", metavar="RECIPE", nargs=None if is_required else "?", help=recipe_help)
     overrides_help = "values to change, such as training.steps=100 or layers.delta.mixer.transition=gla"
     command.add_argument("overrides", metavar="key=value", nargs="*", help=overrides_help)
     plugin_help = "Python file with transitions of your own, named by the snake_case of their classes; may be repeated"

@@ -1,0 +1,74 @@
+"""What ``statemix bench`` does with its options: time named recurrences or those of a recipe, or tune the kernels."""
+
+import argparse
+
+import torch
+
+from .bench import (
+    CPU_SIZES,
+    DTYPES,
+    GPU_SIZES,
+    bench,
+    choose_device,
+    header,
+    line,
+    named_subjects,
+    recipe_subjects,
+    with_sizes,
+)
+from .ops import OPS, Sizes
+
+SIZES_OF_RECIPE = ("num_heads", "num_value_heads", "key_dim", "value_dim")
+
+
+def run_bench(arguments: argparse.Namespace) -> None:
+    """Print the table, or with ``--tune`` write the file.
+
+    Raises:
+        ValueError: names the option that cannot be met.
+    """
+    _refuse_contradictions(arguments)
+    device = choose_device(arguments.device)
+    on_gpu = device.type == "cuda"
+    dtype = DTYPES[arguments.dtype or ("bfloat16" if on_gpu else "float32")]
+    sizes = with_sizes(GPU_SIZES if on_gpu else CPU_SIZES, arguments)
+    if arguments.tune:
+        return _tune(arguments, sizes, dtype=dtype, device=device)
+    if arguments.recipe is None:
+        subjects = named_subjects(arguments.op or list(OPS), sizes, dtype=dtype, device=device)
+    else:
+        from statemix.recipes import load
+
+        recipe = load(arguments.recipe, arguments.overrides, plugins=arguments.plugin)
+        batch, seq_len = arguments.batch, arguments.seq_len
+        subjects = recipe_subjects(recipe, batch=batch, seq_len=seq_len, dtype=dtype, device=device)
+    print(header(device, dtype), flush=True)
+    for row in bench(subjects, device=device):
+        print(line(row), flush=True)
+
+
+def _refuse_contradictions(arguments: argparse.Namespace) -> None:
+    """Options that have no meaning together."""
+    given = [name for name in ("op", *SIZES_OF_RECIPE) if getattr(arguments, name) is not None]
+    if arguments.recipe is not None and (given or arguments.tune):
+        option = given[0].replace("_", "-") if given else "tune"
+        raise ValueError(f"--{option}: expected without a recipe, got both; a recipe names its own layers and sizes")
+    if arguments.tune and (arguments.out is None or arguments.tuned is not None):
+        raise ValueError("--tune: expected with --out FILE and without --tuned; FILE is where the tiles are written")
+    if arguments.out is not None and not arguments.tune:
+        raise ValueError("--out: expected beside --tune, which writes a file, got it alone")
+
+
+def _tune(arguments: argparse.Namespace, sizes: Sizes, *, dtype: torch.dtype, device: torch.device) -> None:
+    from statemix.kernels.tuning_file import save_tuning
+
+    from .tuning import tune
+
+    out = arguments.out
+    if not out.parent.is_dir():
+        raise ValueError(f"out: expected a file in a folder that exists, got {str(out)!r}; make {out.parent} first")
+    names = arguments.op or [op.name for op in OPS.values() if op.kernels == "additive"]
+    tuned = tune(sizes, dtype=dtype, ops=names, device=device, show=lambda text: print(text, flush=True))
+    save_tuning(out, [(tuned.row, tuned.measured)])
+    gain = f"{1 / tuned.score:.2f} times as fast as" if tuned.score < 1 else "none is faster than"
+    print(f"{gain} the present tiles on the mean; written to {out}, for statemix train or bench --tuned {out}")

@@ -1,0 +1,51 @@
+"""Where a figure comes from: the device, the versions, and the source of the kernels that it belongs to."""
+
+import datetime
+import hashlib
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("statemix", "torch", "triton")
+
+
+def provenance(device: str, *more_packages: str) -> dict[str, Any]:
+    """What every record of a measurement holds: gpu, versions, date, and the digest of the kernels' source."""
+    return {
+        "gpu": gpu_name(device),
+        "versions": versions(*more_packages),
+        "date": datetime.date.today().isoformat(),
+        "source": source_digest(),
+    }
+
+
+def gpu_name(device: str) -> str:
+    """The name of a GPU, or "none" for a CPU."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "none"
+
+
+def versions(*more_packages: str) -> dict[str, str]:
+    """Versions of what the kernels run on, and of ``more_packages`` where they are installed."""
+    found = {"python": platform.python_version()}
+    for name in (*PACKAGES, *more_packages):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def source_digest() -> str:
+    """Sixteen digits that change with any file of the kernels."""
+    from statemix import kernels
+
+    digest = hashlib.sha256()
+    for file in sorted(Path(kernels.__path__[0]).glob("*.py")):
+        digest.update(file.name.encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,239 @@
+"""Choosing tile sizes for one size of head on this GPU: ``statemix bench --tune``.
+
+Each candidate differs from the present row in the tiles of one kernel. All of them are compiled and held against
+float64 first, several at a time, each in a process that it may take down; those that are right are then timed one by
+one. The best choice for each kernel goes into one row, which is checked and timed like the others. A row is as good as
+the geometric mean, over the recurrences asked for, of forward and of forward and backward against the present row.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statemix.kernels.launch_config import (
+    AdditiveConfig,
+    Family,
+    TunedRow,
+    additive_config,
+    candidates,
+    device_family,
+    override,
+)
+from statemix.transitions import scan
+
+from .against_float64 import Case, check_case
+from .ops import Op, Operands, Sizes, find_ops, random_operands
+from .timing import Timing, time_both_ways
+from .worker_pool import run_isolated
+
+# One whole batch, one that is cut into segments, packed documents that begin inside a chunk.
+CHECKS = (
+    Case("batch", 2, 200),
+    Case("long", 1, 1000),
+    Case("packed", 1, 600, offsets=(0, 0, 5, 70, 330, 590)),
+)
+LEAST_GAIN = 0.01  # of the time; less is noise between two runs of one kernel
+TIMEOUT_S = 180.0
+REP_MS = 100  # spent on each figure
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One configuration to check or to time, picklable.
+
+    Attributes:
+        ops: names of the recurrences.
+        backend, device: "triton" on a "cuda" device; tests take others.
+    """
+
+    config: AdditiveConfig
+    family: Family
+    sizes: Sizes
+    dtype: torch.dtype
+    ops: tuple[str, ...]
+    device: str
+    backend: str
+
+    @property
+    def row(self) -> TunedRow:
+        return TunedRow(self.family, self.sizes.key_dim, self.sizes.value_dim, self.dtype, self.config)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A configuration that is right, with its times by recurrence."""
+
+    config: AdditiveConfig
+    times: dict[str, Timing]
+
+    def score(self, present: "Outcome") -> float:
+        """Geometric mean of times relative to those of the present row: below 1 is faster."""
+        logs = [
+            math.log(mine / theirs)
+            for op, timing in self.times.items()
+            for mine, theirs in (
+                (timing.forward_ms, present.times[op].forward_ms),
+                (timing.forward_backward_ms, present.times[op].forward_backward_ms),
+            )
+        ]
+        return math.exp(sum(logs) / len(logs))
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The row to keep, and what it gained: ``score`` of ``Outcome``, 1 when the present row is the best."""
+
+    row: TunedRow
+    score: float
+    measured: dict[str, Any]
+
+
+def tune(
+    sizes: Sizes,
+    *,
+    dtype: torch.dtype,
+    ops: Sequence[str],
+    device: torch.device,
+    show: Callable[[str], None],
+    num_workers: int | None = None,
+    backend: str = "triton",
+) -> Tuned:
+    """Try the candidates for heads of this size; ``show`` gets a line for each as it ends.
+
+    Raises:
+        ValueError: no GPU, a recurrence without tiles to choose, or the present row itself is wrong.
+    """
+    if device.type != "cuda" and backend == "triton":
+        raise ValueError(f"tune: expected a GPU, got device {device.type}; the torch forms have no tiles to choose")
+    others = [op.name for op in find_ops(tuple(ops)) if op.kernels != "additive"]
+    if others:
+        raise ValueError(f"op: expected recurrences of the additive kernels to tune, got {', '.join(others)}")
+    family = device_family(device)
+    present = additive_config(family, sizes.key_dim, sizes.value_dim, dtype)
+    first = Trial(present, family, sizes, dtype, tuple(ops), str(device), backend)
+    tried = candidates(family, sizes.key_dim, sizes.value_dim, dtype)
+    trials = [replace(first, config=config) for config in tried if matters(config, present, find_ops(tuple(ops)))]
+    num_workers = num_workers or max(1, (os.cpu_count() or 2) - 2)
+    outcomes = list(_right_ones(trials, present, num_workers, show))
+    base = next((outcome for outcome in outcomes if outcome.config == present), None)
+    if base is None:
+        raise ValueError("tune: expected the present tiles to run and to be right, got the fault above; report it")
+    joined = join_best(outcomes, base)
+    if joined not in [outcome.config for outcome in outcomes]:
+        outcomes += _right_ones([replace(first, config=joined)], present, 1, show)
+    best = min(outcomes, key=lambda outcome: outcome.score(base))
+    best = best if best.score(base) < 1 - LEAST_GAIN else base
+    measured = {
+        "sizes": str(sizes),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
+        "torch": torch.__version__,
+        "ms": {op: asdict(timing) for op, timing in best.times.items()},
+        "ms_before": {op: asdict(timing) for op, timing in base.times.items()},
+    }
+    return Tuned(replace(first, config=best.config).row, best.score(base), measured)
+
+
+def join_best(outcomes: Sequence[Outcome], base: Outcome) -> AdditiveConfig:
+    """The present row with, for each kernel, the tiles that gained most on their own."""
+    joined = base.config
+    for field in fields(joined):
+        changed = [
+            outcome
+            for outcome in outcomes
+            if getattr(outcome.config, field.name) != getattr(base.config, field.name)
+            and outcome.score(base) < 1 - LEAST_GAIN
+        ]
+        if changed:
+            best = min(changed, key=lambda outcome: outcome.score(base))
+            joined = replace(joined, **{field.name: getattr(best.config, field.name)})
+    return joined
+
+
+def _right_ones(
+    trials: Sequence[Trial], present: AdditiveConfig, num_workers: int, show: Callable[[str], None]
+) -> Iterator[Outcome]:
+    """Check all, then time those that are right, one at a time on an otherwise idle device."""
+    right: list[Trial] = []
+    for checked in run_isolated(check_trial, trials, num_workers=num_workers, timeout_s=TIMEOUT_S):
+        if not checked.failure and not checked.result:
+            right.append(checked.task)
+        else:
+            show(f"{_say(checked.task.config, present)}: left out, {checked.failure or checked.result}")
+    for timed in run_isolated(time_trial, right, num_workers=1, timeout_s=TIMEOUT_S):
+        if timed.result is None:
+            show(f"{_say(timed.task.config, present)}: left out, {timed.failure}")
+            continue
+        times = "  ".join(
+            f"{op} {timing.forward_ms:.3f} / {timing.forward_backward_ms:.3f}" for op, timing in timed.result.items()
+        )
+        show(f"{_say(timed.task.config, present)}: {times} ms")
+        yield Outcome(timed.task.config, timed.result)
+
+
+def check_trial(trial: Trial) -> str:
+    """What is wrong with a configuration; empty if nothing is."""
+    with override([trial.row]):
+        for op in find_ops(trial.ops):
+            for case in CHECKS:
+                finding = check_case(
+                    op,
+                    case,
+                    key_dim=trial.sizes.key_dim,
+                    value_dim=trial.sizes.value_dim,
+                    dtype=trial.dtype,
+                    device=torch.device(trial.device),
+                    backend=trial.backend,
+                )
+                if finding.faults:
+                    return f"{op.name}, {case.name}: {finding.faults[0]}"
+            # Other heads are other kernels: compile them here, side by side, and not while they are timed.
+            operands = random_operands(trial.sizes, dtype=trial.dtype, device=torch.device(trial.device))
+            call, _ = _call_on(op, operands, trial.backend)
+            call().sum().backward()
+            with torch.no_grad():
+                call()
+    return ""
+
+
+def time_trial(trial: Trial) -> dict[str, Timing]:
+    """Times of a configuration for each recurrence."""
+    operands = random_operands(trial.sizes, dtype=trial.dtype, device=torch.device(trial.device))
+    with override([trial.row]):
+        calls = {op.name: _call_on(op, operands, trial.backend) for op in find_ops(trial.ops)}
+        return {name: time_both_ways(call, leaves, rep_ms=REP_MS) for name, (call, leaves) in calls.items()}
+
+
+def _call_on(op: Op, operands: Operands, backend: Any) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """A call of ``scan``, and the inputs that get gradients: all but RetNet's constants."""
+    operands = operands.map(lambda x: x.detach().requires_grad_(x.ndim > 1))
+
+    def call() -> Tensor:
+        transition, write = op.make(operands)
+        q, k, v = operands.q, operands.k, operands.v
+        return scan(q, k, v, transition, write=write, form="chunk", backend=backend).output
+
+    return call, [x for x in op.inputs(operands).values() if x.requires_grad]
+
+
+def matters(config: AdditiveConfig, present: AdditiveConfig, ops: Sequence[Op]) -> bool:
+    """Whether one of the recurrences runs a kernel that differs from the present row."""
+    channels = {"channel_decay" in op.uses for op in ops}
+    changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(present, f.name)]
+    shared = ("chunk_size", "fill", "summary")
+    return not changed or any(name in shared or name.startswith("channel_") in channels for name in changed)
+
+
+def _say(config: AdditiveConfig, present: AdditiveConfig) -> str:
+    """A configuration by what differs from the present row."""
+    changes = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value != getattr(present, field.name):
+            tiles = value if isinstance(value, int) else "x".join(map(str, asdict(value).values()))
+            changes.append(f"{field.name} {tiles}")
+    return ", ".join(changes) or "present tiles"

@@ -1,0 +1,152 @@
+"""benchmarks/verify_gpu.py, run on the CPU: what it lists, and that nothing wrong gets past it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from statemix import ScanResult, scan
+from statemix.bench import DTYPES
+from statemix.kernels.launch_config import FAMILIES, Family, Tiles, additive_config
+from statemix.ops import OPS
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ADDITIVE = [op.name for op in OPS.values() if op.kernels == "additive"]
+HERE = ["--device", "cpu", "--backend", "torch"]
+SMALLEST = ["--full", "--ops", "gla", "--only", "K4", "float32"]
+
+
+@pytest.fixture
+def script(load_script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = load_script("verify_gpu")
+    monkeypatch.setattr("statemix.measured_on.source_digest", lambda: "0123456789abcdef")
+    monkeypatch.setattr(module, "source_digest", lambda: "0123456789abcdef")
+    return module
+
+
+def padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def tile_class(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[object, ...]:
+    """What decides the tiles of every kernel: the row of the table and the widths that tiles are padded to."""
+    config = additive_config(family, key_dim, value_dim, dtype)
+    blocks = sorted({tiles.block for tiles in vars(config).values() if isinstance(tiles, Tiles)})
+    return config, padded(key_dim), *(min(block, padded(value_dim)) for block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("depth", "dtype"),  # in float16 a third of the usual ones: its tiles are those of bfloat16
+    [("usual", "bfloat16"), ("usual", "float32"), ("full", "bfloat16"), ("full", "float32"), ("full", "float16")],
+)
+def test_every_configuration_that_can_be_chosen_is_listed(script: Any, depth: str, dtype: str) -> None:
+    for op in ADDITIVE:
+        listed = [c for c in script.configurations(ADDITIVE, depth=depth) if c.op == op and c.dtype == dtype]
+        for family in FAMILIES:
+            covered = {tile_class(family, c.key_dim, c.value_dim, DTYPES[dtype]) for c in listed}
+            possible = {
+                tile_class(family, key_dim, value_dim, DTYPES[dtype])
+                for key_dim in range(4, 513, 4)
+                for value_dim in range(4, 513, 12)
+            }
+            assert possible <= covered, op
+
+
+def test_widths_are_filled_exactly_and_in_part_and_every_case_meets_every_recurrence(script: Any) -> None:
+    for depth in ("usual", "full"):
+        listed = script.configurations(ADDITIVE, depth=depth)
+        for op in ADDITIVE:
+            mine = [c for c in listed if c.op == op]
+            assert {(padded(c.key_dim), padded(c.key_dim) == c.key_dim) for c in mine} == {
+                (width, exact) for width in (16, 32, 64, 128, 256, 512) for exact in (True, False)
+            }
+            assert {name for c in mine for name in c.sets} == set(script.CASES)
+    assert len(script.configurations(ADDITIVE, depth="quick")) < len(script.configurations(ADDITIVE, depth="usual")) / 3
+
+
+def test_cases_hold_what_has_gone_wrong_elsewhere(script: Any) -> None:
+    cases = [case for found in script.CASES.values() for case in found]
+    assert {case.seq_len for case in cases} >= {1, 17, 64, 65, 200, 1000}
+    assert {case.gates for case in cases} == {"ordinary", "zero", "mixed", "strong", "resets"}
+    packed = [case.offsets for case in cases if case.offsets]
+    assert any(a == b for offsets in packed for a, b in zip(offsets, offsets[1:], strict=False)), "empty documents"
+    assert any(start % 16 for offsets in packed for start in offsets), "documents that begin inside a chunk"
+    assert any(case.offsets and case.offsets[-1] < case.seq_len for case in cases), "rows of no document"
+    assert {case.num_value_heads // case.num_heads for case in cases} == {1, 2}
+    assert any(not case.has_state for case in cases) and any(case.is_strided for case in cases)
+
+
+def test_a_run_prints_a_line_and_writes_a_record_for_each(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "v.json"
+    assert script.main([*SMALLEST, *HERE, "--out", str(out)]) == 0
+    [record] = json.loads(out.read_text())
+    assert record["status"] == "right" and record["op"] == "gla" and record["gpu"] == "none"
+    assert record["num_cases"] == sum(len(cases) for cases in script.CASES.values())
+    assert record["errors"].keys() >= {"output", "final_state", "d q", "d k", "d v", "d channel_decay"}
+    assert all(0 < error < 1e-4 and isinstance(case, str) for error, case in record["errors"].values())
+    assert record["versions"]["torch"] == torch.__version__ and len(record["source"]) == 16
+    printed = capsys.readouterr().out
+    assert "right  gla K4 V12 float32" in printed and "1 right, 0 not, 0 not run" in printed
+    assert script.main([*SMALLEST, *HERE, "--out", str(out), "--resume"]) == 0
+    assert "0 configurations, 1 right in an earlier run" in capsys.readouterr().out
+    assert json.loads(out.read_text()) == [record]
+    monkeypatch.setattr(script, "source_digest", lambda: "another")
+    assert script.earlier_records(out) == []
+
+
+def test_a_wrong_or_crashed_configuration_and_a_lack_of_time_change_the_exit_code(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def off(q: torch.Tensor, *args: Any, **options: Any) -> ScanResult:
+        result = scan(q, *args, **options)
+        return result if q.dtype == torch.float64 else ScanResult(result.output * 1.0001, result.final_state)
+
+    monkeypatch.setattr(script, "CASES", {"batch": (script.CASES["batch"][0],)})
+    with monkeypatch.context() as patch:
+        patch.setattr("statemix.against_float64.scan", off)
+        assert script.main([*SMALLEST, *HERE]) == 1
+    printed = capsys.readouterr().out
+    assert "wrong  gla K4 V12 float32" in printed and "t1: output: error 1.0e-04 over 1e-05" in printed
+    assert script.main([*SMALLEST, "--device", "cpu", "--backend", "triton"]) == 1  # where Triton cannot run
+    assert "failed gla K4 V12 float32" in capsys.readouterr().out
+    assert script.main([*SMALLEST, *HERE, "--minutes", "0"]) == 2
+    with pytest.raises(SystemExit, match="only: expected words of a line"):
+        script.main([*HERE, "--only", "K5"])
+
+
+def test_an_error_far_above_its_kind_is_reported_though_below_the_limit(script: Any) -> None:
+    one = script.Configuration("gla", 64, 64, "bfloat16", ("batch",))
+    errors = [3.4e-3, 3.3e-3, 3.5e-3, 3.4e-3, 4.7e-3]
+    verdicts = [
+        script.Verdict(
+            replace(one, value_dim=value_dim), "right", (), {"t65": script.Finding({"d q": e}, {"d q": 10**5}, ())}, 1.0
+        )
+        for value_dim, e in zip((64, 65, 66, 67, 68), errors, strict=True)
+    ]
+    [found] = script.outliers(verdicts)
+    tiny = [
+        replace(v, findings={"t65": script.Finding({"d q": n * 1e-5}, {"d q": 10**5}, ())})
+        for n, v in enumerate(verdicts)
+    ]
+    assert list(script.outliers(tiny)) == []  # of sums in float32, not of a product
+    assert "V68" in found and "4.70e-03, typically 3.40e-03" in found
+    few = [
+        replace(v, findings={"t65": script.Finding({"d q": 1.0 + n}, {"d q": 64}, ())}) for n, v in enumerate(verdicts)
+    ]
+    assert list(script.outliers(few)) == []
+
+
+@pytest.mark.slow
+def test_the_script_runs_in_processes_of_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", str(BENCHMARKS / "verify_gpu.py"), *SMALLEST, *HERE, "--workers", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 right, 0 not, 0 not run" in done.stdout

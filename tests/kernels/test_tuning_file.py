@@ -1,0 +1,132 @@
+"""Tuning files: what is written is read back, what is wrong is named, and rows in use count in every thread."""
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from statemix.kernels import tuned
+from statemix.kernels.launch_config import (
+    FAMILIES,
+    AdditiveConfig,
+    Family,
+    Tiles,
+    TunedRow,
+    additive_config,
+    candidates,
+    override,
+)
+from statemix.kernels.tuning_file import load_tuning, save_tuning
+
+SIZES = ((16, 16), (24, 40), (64, 64), (128, 128), (256, 64), (512, 512))
+
+
+def a_row(family: Family = "interpreter") -> TunedRow:
+    config = additive_config(family, 16, 20, torch.float32)
+    return TunedRow(family, 16, 20, torch.float32, replace(config, chunk_size=32, walk=Tiles(32, 8, 2)))
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    rows = [a_row(), replace(a_row("sm_90"), dtype=torch.bfloat16)]
+    save_tuning(tmp_path / "t.json", [(row, {"gpu": "a name"}) for row in rows])
+    assert load_tuning(tmp_path / "t.json") == rows
+
+
+def change(path: str, value: Any) -> Callable[[Any], None]:
+    """Sets the value at a path such as ``rows.0.family``; a value of None deletes it."""
+
+    def apply(content: Any) -> None:
+        *way, last = path.split(".")
+        for step in way:
+            content = content[int(step) if step.isdecimal() else step]
+        if value is None:
+            del content[last]
+        else:
+            content[last] = value
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("format", 2, "format: expected 1, got 2"),
+        ("rows", [], "rows: expected a list"),
+        ("rows.0.family", "sm_75", "rows[0].family: expected one of sm_80"),
+        ("rows.0.dtype", "float64", "rows[0].dtype: expected one of float32"),
+        ("rows.0.key_dim", 0, "rows[0].key_dim: expected one of 1 to 512, got 0"),
+        ("rows.0.key_dim", True, "rows[0].key_dim"),
+        ("rows.0.config.chunk_size", 48, "config.chunk_size: expected one of 16, 32, 64, 128, got 48"),
+        ("rows.0.config.walk.num_warps", 3, "config.walk.num_warps"),
+        ("rows.0.config.walk.num_warp", 4, "num_warp besides"),
+        ("rows.0.config.walk", 64, "config.walk: expected a mapping"),
+        ("rows.0.config.fill", -1, "config.fill"),
+        ("rows.0.config.summary", None, "no summary"),
+        ("rows.0.confg", {}, "confg besides"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, path: str, value: Any, named: str) -> None:
+    file = tmp_path / "t.json"
+    save_tuning(file, [(a_row(), {})])
+    content = json.loads(file.read_text())
+    change(path, value)(content)
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=re.escape(named)) as refused:
+        load_tuning(file)
+    assert str(refused.value).startswith(str(file))
+
+
+@pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b"[]"])
+def test_a_file_that_is_no_tuning_file_is_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "t.json").write_bytes(text)
+    with pytest.raises(ValueError, match=r"t\.json: expected"):
+        load_tuning(tmp_path / "t.json")
+
+
+def test_rows_stand_in_front_of_the_table_in_every_thread_and_only_inside(tmp_path: Path) -> None:
+    row = a_row()
+    save_tuning(tmp_path / "t.json", [(row, {})])
+
+    def present() -> AdditiveConfig:
+        return additive_config(row.family, row.key_dim, row.value_dim, row.dtype)
+
+    seen: list[AdditiveConfig] = []
+    before = present()
+    with tuned(tmp_path / "t.json") if not torch.cuda.is_available() else override([row]):
+        thread = threading.Thread(target=lambda: seen.append(present()))  # as autograd runs backward passes
+        thread.start()
+        thread.join()
+        assert present() == row.config
+        assert additive_config(row.family, 16, 16, row.dtype) == before  # another head size
+    assert seen == [row.config] and present() == before != row.config
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_file_for_other_devices_is_refused(tmp_path: Path) -> None:
+    save_tuning(tmp_path / "t.json", [(a_row("sm_90"), {})])
+    with pytest.raises(ValueError, match="expected rows for a machine without a GPU, got rows for sm_90"):
+        with tuned(tmp_path / "t.json"):
+            pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_candidates_begin_with_the_present_row_and_differ_from_it_in_one_field(
+    family: Family, dtype: torch.dtype
+) -> None:
+    for key_dim, value_dim in SIZES:
+        present, *others = candidates(family, key_dim, value_dim, dtype)
+        assert present == additive_config(family, key_dim, value_dim, dtype)
+        assert others and len(set(others)) == len(others)
+        for other in others:
+            changed = [f.name for f in fields(other) if getattr(other, f.name) != getattr(present, f.name)]
+            assert len(changed) == 1
+            tiles = getattr(other, changed[0])
+            if family == "sm_90" and dtype == torch.bfloat16 and isinstance(tiles, Tiles):
+                assert tiles.block >= 64, "narrower products have been compiled wrongly on Hopper"

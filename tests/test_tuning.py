@@ -1,0 +1,106 @@
+"""Tuning: wrong candidates are left out, the best tiles of each kernel are joined, and the present row wins a draw."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from statemix import tuning
+from statemix.kernels.launch_config import AdditiveConfig, Tiles, additive_config, candidates
+from statemix.ops import Sizes, find_ops
+from statemix.timing import Timing
+from statemix.tuning import Outcome, Trial, join_best, matters, tune
+from statemix.worker_pool import Done
+
+SIZES = Sizes(1, 20, 1, 1, 16, 16)
+CPU = torch.device("cpu")
+PRESENT = additive_config("interpreter", 16, 16, torch.float32)
+FAST_WALK = replace(PRESENT, walk=Tiles(16, 8, 2))
+FASTER_WALK = replace(PRESENT, walk=Tiles(16, 4, 3))
+FAST_SUMMARY = replace(PRESENT, summary=Tiles(16, 4, 4))
+WRONG = replace(PRESENT, gradients=Tiles(16, 8, 1))
+
+
+def milliseconds(config: AdditiveConfig) -> float:
+    """Of a made-up device: the choices gain independently of each other."""
+    walk = {FAST_WALK.walk: 0.9, FASTER_WALK.walk: 0.8}.get(config.walk, 1.0)
+    return 10 * walk * (0.5 if config.gradients == WRONG.gradients else 1.0) - (config.summary == FAST_SUMMARY.summary)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that run here, a table of candidates, one of them wrong, and times by ``milliseconds``."""
+
+    def run_here(function: Callable[[Trial], Any], tasks: Iterator[Trial], **options: object) -> Iterator[Any]:
+        for task in tasks:
+            yield Done(task, function(task), "", 0.0)
+
+    def times(trial: Trial) -> dict[str, Timing]:
+        return {op: Timing(milliseconds(trial.config), 2 * milliseconds(trial.config), 0) for op in trial.ops}
+
+    tried = [PRESENT, FAST_WALK, FASTER_WALK, FAST_SUMMARY, WRONG]
+    monkeypatch.setattr(tuning, "run_isolated", run_here)
+    monkeypatch.setattr(tuning, "candidates", lambda *sizes: tried)
+    monkeypatch.setattr(tuning, "check_trial", lambda trial: "off by 1" if trial.config == WRONG else "")
+    monkeypatch.setattr(tuning, "time_trial", times)
+
+
+def tune_here(lines: list[str]) -> tuning.Tuned:
+    ops = ("gla", "mamba2")
+    return tune(SIZES, dtype=torch.float32, ops=ops, device=CPU, show=lines.append, num_workers=1, backend="torch")
+
+
+def test_the_best_tiles_of_each_kernel_are_joined_and_wrong_ones_left_out(device: None) -> None:
+    lines: list[str] = []
+    tuned = tune_here(lines)
+    assert tuned.row.config == replace(PRESENT, walk=FASTER_WALK.walk, summary=FAST_SUMMARY.summary)
+    assert tuned.score == pytest.approx(0.7)
+    assert any("gradients 16x8x1: left out, off by 1" in line for line in lines)
+    assert tuned.measured["ms"]["gla"]["forward_ms"] == pytest.approx(7.0)
+
+
+def test_a_gain_within_the_noise_keeps_the_present_row(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "candidates", lambda *sizes: [PRESENT, FAST_WALK])
+    monkeypatch.setattr(tuning, "LEAST_GAIN", 0.2)
+    tuned = tune_here([])
+    assert tuned.row.config == PRESENT and tuned.score == 1
+
+
+def test_a_present_row_that_is_wrong_ends_it(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "check_trial", lambda trial: "off by 1")
+    with pytest.raises(ValueError, match="expected the present tiles to run and to be right"):
+        tune_here([])
+
+
+def test_without_a_gpu_and_for_other_kernels_it_says_so() -> None:
+    arguments: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "show": print}
+    with pytest.raises(ValueError, match="expected a GPU, got device cpu"):
+        tune(SIZES, ops=["gla"], **arguments)
+    with pytest.raises(ValueError, match="additive kernels to tune, got kda"):
+        tune(SIZES, ops=["gla", "kda"], backend="torch", **arguments)
+
+
+def test_what_workers_do_runs_on_a_cpu() -> None:
+    trial = Trial(PRESENT, "interpreter", replace(SIZES, key_dim=8), torch.float32, ("gla",), "cpu", "torch")
+    assert tuning.check_trial(trial) == ""
+    timing = tuning.time_trial(trial)["gla"]
+    assert 0 < timing.forward_ms < timing.forward_backward_ms
+
+
+def test_only_tiles_of_kernels_that_run_are_tried() -> None:
+    ops = {name: find_ops([name]) for name in ("gla", "mamba2")}
+    channels = replace(PRESENT, channel_walk=Tiles(64, 8, 2))
+    assert matters(channels, PRESENT, ops["gla"]) and not matters(channels, PRESENT, ops["mamba2"])
+    assert matters(FAST_WALK, PRESENT, ops["mamba2"]) and not matters(FAST_WALK, PRESENT, ops["gla"])
+    for everywhere in (PRESENT, FAST_SUMMARY, replace(PRESENT, chunk_size=64)):
+        assert matters(everywhere, PRESENT, ops["gla"]) and matters(everywhere, PRESENT, ops["mamba2"])
+
+
+def test_joining_changes_nothing_without_a_gain() -> None:
+    base = Outcome(PRESENT, {"gla": Timing(1.0, 2.0, 0)})
+    slower = [
+        Outcome(config, {"gla": Timing(1.1, 2.0, 0)}) for config in candidates("interpreter", 16, 16, torch.float32)
+    ]
+    assert join_best(slower, base) == PRESENT
