@@ -72,7 +72,7 @@ def additive_scan(
     operands = (q, k, v, log_decay, initial_state, cu_seqlens)
     has_backward = needs_gradient(*operands)
     arguments = (*operands, scale, has_backward and not recompute)
-    if _is_traced():
+    if _is_traced(*operands):
         output, final_state, _ = torch.ops.statemix.additive_scan(*arguments)
     elif has_backward:
         output, final_state = _EagerScan.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ def recurrent_scan(
     """``additive_scan`` one token after another: faster for a few tokens, and without gradients."""
     operands = (q, k, v, log_decay, initial_state, cu_seqlens)
     assert not needs_gradient(*operands)
-    if _is_traced():
+    if _is_traced(*operands):
         output, final_state = torch.ops.statemix.recurrent_scan(*operands, scale)
     else:
         output, final_state = _recurrent(*operands, scale)
@@ -106,13 +106,15 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _is_traced() -> bool:
-    """A compiler or a dispatch mode watches: it must see an operator.
+def _is_traced(*operands: Tensor | None) -> bool:
+    """A compiler, a dispatch mode or a subclass of tensors watches: it must see an operator.
 
     Otherwise the kernels are called at once. An operator with gradients takes 0.15 ms of Python for itself, longer than
     a short scan takes on a GPU.
     """
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return any(type(x) not in (Tensor, torch.nn.Parameter) for x in operands if x is not None)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -166,10 +168,11 @@ def _gradients(
     backward: Callable[..., tuple[Tensor, ...]], ctx: Any, grad_output: Tensor | None, grad_final: Tensor | None
 ) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
-        raise NotImplementedError("create_graph: the Triton kernels have no second derivative; use backend='torch'")
+        raise NotImplementedError("create_graph: additive_scan has no second derivative; use backend='torch'")
     if grad_output is None and grad_final is None:
         return (None,) * 8
-    operands, saved = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+    tensors = ctx.saved_tensors  # once: a checkpoint refuses to hand them out twice
+    operands, saved = tensors[:6], tensors[6:]
     wanted = ctx.needs_input_grad[:5]
     grads = backward(grad_output, grad_final, *operands, list(saved), ctx.scale, wanted[3])
     return *(grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)), None, None, None

@@ -6,7 +6,8 @@
 ``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_pairs`` for a diagonal one; no decay and a fixed one
 need none. A sequence is cut into segments where one walk a (head, block of V) would leave most of the device idle.
 
-Neither validates nor knows autograd: ``additive_op.py`` does. Shapes: B T HQ HK HV K V, N sequences, C chunk.
+With nothing saved, backward makes the gate and walks forward once more. Neither validates nor knows autograd:
+``additive_op.py`` does. Shapes: B T HQ HK HV K V, N sequences, C chunk.
 """
 
 from dataclasses import dataclass, replace
@@ -109,8 +110,8 @@ def additive_backward(
     grad_output, grad_final = _contiguous(grad_output, grad_final)
     plan = _plan(q, v, log_decay, cu_seqlens, scale)
     if saved:
+        _check_saved(saved, plan)
         states, operands = saved[0], _saved_operands(q, k, saved[1:], log_decay, plan)
-        assert states.shape[0] == plan.chunks.count, "tiles changed between a forward pass and its backward pass"
     else:
         states, operands = _chunk_states(v, q.shape[-1], plan), _operands(q, k, log_decay, plan)
         _walk(operands.forward(v, initial_state, plan), plan, output=None, states=states)
@@ -121,7 +122,8 @@ def additive_backward(
     tensors = (q, k, v, grad_output, states, grad_states)
     grads = _gradients(*tensors, log_decay, operands.gate, plan, needs_gate=needs_decay_grad)
     dq, dk = (_sum_groups(x, shape) for x, shape in zip(grads[:2], shapes, strict=True))
-    return dq, dk, dv, _decay_gradient(grads.gate, log_decay), d_initial
+    gate = grads.gate if needs_decay_grad else None
+    return dq, dk, dv, _decay_gradient(gate, log_decay), d_initial
 
 
 def _gradients(
@@ -204,6 +206,15 @@ def _own_tensors(operands: _Operands, plan: _Plan) -> list[Tensor]:
     """The tensors of ``operands`` that are not inputs."""
     own = {SCALAR.value: (operands.gate,), DIAGONAL.value: (operands.q, operands.k, operands.gate, operands.pairs)}
     return [x for x in own.get(plan.decay, ()) if x is not None]
+
+
+def _check_saved(saved: list[Tensor], plan: _Plan) -> None:
+    """What was saved is of chunks; other tiles in between would read it as chunks of another size."""
+    is_same = saved[0].shape[0] == plan.chunks.count
+    if plan.decay == DIAGONAL.value:
+        is_same = is_same and saved[-1].shape[-1] == plan.config.chunk_size
+    if not is_same:
+        raise ValueError("tuned: expected the tiles of the forward pass, got others; run backward inside tuned() too")
 
 
 def _saved_operands(q: Tensor, k: Tensor, own: list[Tensor], log_decay: Tensor | None, plan: _Plan) -> _Operands:

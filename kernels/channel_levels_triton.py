@@ -67,7 +67,8 @@ def _tables(chunk_size: int, like: Tensor, dtype: torch.dtype, *, transposed: bo
 @triton.jit
 def split_gate(log_decay, PRECISION: tl.constexpr):
     """Base-2 gates as two parts: float16 high and low, or float32 and nothing when sums are to be exact."""
-    gate = tl.maximum(log_decay.to(tl.float32), LEAST_LOG_DECAY) * LOG2_E
+    gate = log_decay.to(tl.float32)
+    gate = tl.where(gate < LEAST_LOG_DECAY, LEAST_LOG_DECAY, gate) * LOG2_E  # a maximum would hide a NaN
     if PRECISION == "tf32":
         high = gate.to(tl.float16)
     else:

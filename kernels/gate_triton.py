@@ -42,7 +42,8 @@ def _cumulative_gate_kernel(
     heads = (pid % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = (rows < end)[:, None] & (heads < HV)[None, :]
     log_decay = tl.load(log_decay_ptr + rows[:, None] * HV + heads[None, :], mask=mask, other=0.0).to(tl.float64)
-    total = tl.cumsum(tl.maximum(log_decay, LEAST_LOG_DECAY) * LOG2_E, axis=0)
+    log_decay = tl.where(log_decay < LEAST_LOG_DECAY, LEAST_LOG_DECAY, log_decay)  # a maximum would hide a NaN
+    total = tl.cumsum(log_decay * LOG2_E, axis=0)
     high = total.to(tl.float32)
     low = (total - high.to(tl.float64)).to(tl.float32)
     offsets = heads[None, :].to(tl.int64) * tokens + rows[:, None]

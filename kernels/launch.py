@@ -10,9 +10,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Grid = tuple[int, ...]
+IS_AMD = torch.version.hip is not None
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Launch:
 
 _recorded: ContextVar[list[Launch] | None] = ContextVar("statemix_launches", default=None)
 
-# What the compiler made, by what it was made for. Triton finds it again as well, in 0.1 ms a launch.
+# What the compiler made, by what it was made for; no key holds a length, so there are few. Triton finds it again as
+# well, but takes longer than a short kernel runs.
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -56,7 +59,9 @@ def recording() -> Iterator[list[Launch]]:
 def launch(
     kernel: Any, grid: Grid, args: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int, num_stages: int
 ) -> None:
-    """Run a kernel, or record that it would run. A grid without programs launches nothing.
+    """Run a kernel on the current device, where its tensors must be, or record that it would run.
+
+    A grid without programs launches nothing.
 
     Args:
         args: the parameters that are no constants, in order. Integers must be declared as not specialised.
@@ -81,7 +86,11 @@ def launch(
 
 
 def _specialisation(arg: Any) -> Any:
-    """What Triton compiles an argument for: its type, and for a tensor whether its address is a multiple of 16."""
+    """What Triton compiles an argument for.
+
+    Of a tensor its type, whether its address is a multiple of 16, and on AMD whether 32 bits reach over its memory; of
+    an integer whether it fits 32 bits.
+    """
     if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    return type(arg)
+        return arg.dtype, arg.data_ptr() % 16 == 0, IS_AMD and arg.untyped_storage().size() < 2**31
+    return type(arg), isinstance(arg, int) and arg >= 2**31

@@ -62,6 +62,8 @@ def triton_obstacle(inputs: ScanInputs, form: Form, device: torch.device) -> str
         return obstacle
     if form == "recurrent" and _needs_gradient(inputs):
         return "its recurrent form has no gradients"
+    if torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return "forward-mode and functorch derivatives are those of torch"
     try:
         lowered = inputs.transition.lower()
     except NotImplementedError as error:

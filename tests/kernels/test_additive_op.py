@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from statemix.kernels import additive_op, additive_scan, availability, recurrent_scan
 from statemix.kernels.launch import recording
@@ -183,6 +184,19 @@ def test_results_have_the_dtype_of_q_and_states_that_of_sums(dtype: torch.dtype)
     assert final_state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.stack([output.sum().double(), final_state.sum().double()]).sum().backward()
     assert [x.grad.dtype for x in leaves(given)] == [x.dtype for x in leaves(given)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpoints_change_nothing(use_reentrant: bool) -> None:
+    q, k, v, log_decay, *_ = operands("scalar", has_state=False)
+    inputs = leaves([q, k, v, log_decay])
+
+    def run(*tensors: Tensor) -> Tensor:
+        return additive_scan(*tensors, None, None, scale=0.5)[0].sin().sum()
+
+    wanted = torch.autograd.grad(run(*inputs), inputs)
+    checkpoint(run, *inputs, use_reentrant=use_reentrant).backward()
+    assert all(x.grad is not None and torch.equal(x.grad, y) for x, y in zip(inputs, wanted, strict=True))
 
 
 def test_a_second_derivative_is_refused_and_not_wrong() -> None:
