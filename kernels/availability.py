@@ -10,6 +10,7 @@ import torch
 
 LARGEST_HEAD = 512  # channels of K and of V; the table of tiles has no row for wider heads
 LEAST_CAPABILITY = (8, 0)  # bfloat16 products on tensor cores
+LEAST_SHARED_KB = 163  # what an A100 lets a program have; the table has no tiles for NVIDIA GPUs with less
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -46,6 +47,9 @@ def device_obstacle(device: torch.device) -> str | None:
     if torch.version.hip is None and (properties.major, properties.minor) < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
         return f"the GPU has compute capability {properties.major}.{properties.minor}, less than {least}"
+    shared_kb = properties.shared_memory_per_block_optin // 1024
+    if torch.version.hip is None and shared_kb < LEAST_SHARED_KB:
+        return f"the GPU has {shared_kb} KB of shared memory for a program, less than {LEAST_SHARED_KB}"
     return None
 
 
