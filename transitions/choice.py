@@ -62,7 +62,7 @@ def triton_obstacle(inputs: ScanInputs, form: Form, device: torch.device) -> str
         return obstacle
     if form == "recurrent" and _needs_gradient(inputs):
         return "its recurrent form has no gradients"
-    if torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+    if not torch.compiler.is_compiling() and _is_transformed():
         return "forward-mode and functorch derivatives are those of torch"
     try:
         lowered = inputs.transition.lower()
@@ -110,6 +110,11 @@ def _direction(lowered: NormalForm, k: Tensor) -> str:
 def _needs_gradient(inputs: ScanInputs) -> bool:
     fields = (x for _, x, _ in inputs.transition.tensors())
     return needs_gradient(inputs.q, inputs.k, inputs.v, inputs.write, inputs.initial, *fields)
+
+
+def _is_transformed() -> bool:
+    """Inside ``torch.func`` or a forward-mode level, of which the operators know nothing."""
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _name(device: torch.device) -> str:
