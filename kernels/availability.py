@@ -10,7 +10,7 @@ import torch
 
 LARGEST_HEAD = 512  # channels of K and of V; the table of tiles has no row for wider heads
 LEAST_CAPABILITY = (8, 0)  # bfloat16 products on tensor cores
-LEAST_SHARED_KB = 163  # what an A100 lets a program have; the table has no tiles for NVIDIA GPUs with less
+SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KB a program; the table's tiles need an A100's 163
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -47,9 +47,8 @@ def device_obstacle(device: torch.device) -> str | None:
     if torch.version.hip is None and (properties.major, properties.minor) < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
         return f"the GPU has compute capability {properties.major}.{properties.minor}, less than {least}"
-    shared_kb = properties.shared_memory_per_block_optin // 1024
-    if torch.version.hip is None and shared_kb < LEAST_SHARED_KB:
-        return f"the GPU has {shared_kb} KB of shared memory for a program, less than {LEAST_SHARED_KB}"
+    if torch.version.hip is None and (properties.major, properties.minor) in SMALL_SHARED_MEMORY:
+        return "the GPU has 99 KB of shared memory for a program, and the table has no tiles for less than 163"
     return None
 
 

@@ -270,16 +270,16 @@ def test_what_stands_in_the_way_is_said_in_words() -> None:
 
 
 def test_a_gpu_that_the_table_has_no_tiles_for_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def has(major: int, minor: int, shared: int) -> str | None:
-        found = SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=shared)
+    def has(major: int, minor: int) -> str | None:
+        found = SimpleNamespace(major=major, minor=minor)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
         return availability.device_obstacle(torch.device("cuda"))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert has(8, 0, 166912) is None
-    assert has(9, 0, 232448) is None
-    assert "99 KB" in str(has(8, 9, 101376))
-    assert "capability 7.5" in str(has(7, 5, 65536))
+    assert has(8, 0) is None
+    assert has(9, 0) is None
+    assert "99 KB" in str(has(8, 9))
+    assert "capability 7.5" in str(has(7, 5))
 
 
 @pytest.mark.gpu
