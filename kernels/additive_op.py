@@ -18,36 +18,18 @@ v [B, T, HV, V] of one dtype; log_decay None, [HV], [B, T, HV] or [B, T, HV, K];
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import additive_torch
+from .additive_operands import AdditiveOperands
 from .availability import DTYPES, is_interpreted
 from .launch_config import additive_config, device_family
+from .spans import ceil_div
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? initial_state, Tensor? cu_seqlens"
-
-
-class Operands(NamedTuple):
-    """The tensors that every operator takes."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-
-    def empty_state(self) -> Tensor:
-        """[N, HV, V, K], unwritten."""
-        num_states = self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-        shape = (num_states, *self.v.shape[-2:], self.q.shape[-1])
-        return self.q.new_empty(shape, dtype=torch.promote_types(self.q.dtype, torch.float32))
-
-    def has_kernels(self) -> bool:
-        return self.q.dtype in DTYPES and (self.q.device.type == "cuda" or is_interpreted())
 
 
 def additive_scan(
@@ -119,20 +101,20 @@ def _is_traced(*operands: Tensor | None) -> bool:
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     *tensors, scale, save = arguments
-    operands = Operands(*tensors)
+    operands = AdditiveOperands(*tensors)
     with _on_device(operands):
-        output, final_state, saved = _kernels(operands).additive_forward(*operands, scale=scale, save=save)
+        output, final_state, saved = _kernels(operands).additive_forward(operands, scale=scale, save=save)
     return output, final_state, saved
 
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     *tensors, _, save = arguments
-    operands = Operands(*tensors)
-    saved = _saved_like(operands) if save and operands.has_kernels() else []
+    operands = AdditiveOperands(*tensors)
+    saved = _saved_like(operands) if save and _has_kernels(operands) else []
     return operands.v.new_empty(operands.v.shape), operands.empty_state(), saved
 
 
-def _saved_like(operands: Operands) -> list[Tensor]:
+def _saved_like(operands: AdditiveOperands) -> list[Tensor]:
     """Tensors of the shapes that ``additive_triton.additive_forward`` saves.
 
     Compilers ask with symbolic sizes: T is divided, and compared with nothing, so no graph is tied to one T.
@@ -141,7 +123,7 @@ def _saved_like(operands: Operands) -> list[Tensor]:
     (batch, seq_len, num_heads, value_dim), key_dim = v.shape, q.shape[-1]
     size = additive_config(device_family(q.device), int(key_dim), int(value_dim), q.dtype).chunk_size
     if cu_seqlens is None:
-        num_chunks = batch * ((seq_len + size - 1) // size)
+        num_chunks = batch * ceil_div(seq_len, size)
     else:
         num_chunks = seq_len // size + cu_seqlens.shape[0] - 1
     states = v.new_empty(num_chunks, num_heads, key_dim, value_dim)
@@ -194,12 +176,12 @@ class _EagerScan(torch.autograd.Function):
 
 def _backward(grad_output: Tensor | None, grad_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     *tensors, saved, scale, needs_decay_grad = arguments
-    operands = Operands(*tensors)
+    operands = AdditiveOperands(*tensors)
     if grad_output is None:
         grad_output = torch.zeros_like(operands.v)
     with _on_device(operands):
         dq, dk, dv, d_log_decay, d_initial = _kernels(operands).additive_backward(
-            grad_output, grad_final, *operands, saved, scale=scale, needs_decay_grad=needs_decay_grad
+            grad_output, grad_final, operands, saved, scale=scale, needs_decay_grad=needs_decay_grad
         )
     if operands.log_decay is None or d_log_decay is None:
         d_log_decay = _nothing(operands)
@@ -210,7 +192,7 @@ def _backward(grad_output: Tensor | None, grad_final: Tensor | None, *arguments:
 
 def _backward_fake(grad_output: Tensor | None, grad_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     *tensors, _, _, needs_decay_grad = arguments
-    operands = Operands(*tensors)
+    operands = AdditiveOperands(*tensors)
     d_log_decay = _nothing(operands)
     if needs_decay_grad and operands.log_decay is not None:
         d_log_decay = operands.log_decay.new_empty(operands.log_decay.shape)
@@ -218,36 +200,40 @@ def _backward_fake(grad_output: Tensor | None, grad_final: Tensor | None, *argum
     return dq, dk, dv, d_log_decay, operands.empty_state()
 
 
-def _nothing(operands: Operands) -> Tensor:
+def _nothing(operands: AdditiveOperands) -> Tensor:
     """In place of a gradient that nobody wants: an operator's result cannot be None."""
     return operands.q.new_empty(0)
 
 
 def _recurrent(*arguments: Any) -> tuple[Tensor, Tensor]:
     *tensors, scale = arguments
-    operands = Operands(*tensors)
-    if not operands.has_kernels():
-        return additive_torch.recurrent_forward(*operands, scale=scale)
+    operands = AdditiveOperands(*tensors)
+    if not _has_kernels(operands):
+        return additive_torch.recurrent_forward(operands, scale=scale)
     from .recurrent_triton import recurrent_forward
 
     with _on_device(operands):
-        return recurrent_forward(*operands, scale=scale)
+        return recurrent_forward(operands, scale=scale)
 
 
 def _recurrent_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    operands = Operands(*arguments[:-1])
+    operands = AdditiveOperands(*arguments[:-1])
     return operands.v.new_empty(operands.v.shape), operands.empty_state()
 
 
-def _kernels(operands: Operands) -> ModuleType:
-    if not operands.has_kernels():
+def _has_kernels(operands: AdditiveOperands) -> bool:
+    return operands.q.dtype in DTYPES and (operands.q.device.type == "cuda" or is_interpreted())
+
+
+def _kernels(operands: AdditiveOperands) -> ModuleType:
+    if not _has_kernels(operands):
         return additive_torch
     from . import additive_triton
 
     return additive_triton
 
 
-def _on_device(operands: Operands) -> AbstractContextManager[object]:
+def _on_device(operands: AdditiveOperands) -> AbstractContextManager[object]:
     """Triton launches on the current device, whatever the tensors are on."""
     return torch.cuda.device(operands.q.device) if operands.q.device.type == "cuda" else nullcontext()
 

@@ -10,16 +10,18 @@ With nothing saved, backward makes the gate and walks forward once more. Neither
 ``additive_op.py`` does. Shapes: B T HQ HK HV K V, N sequences, C chunk.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from .additive_operands import AdditiveOperands
 from .channel_gradients_triton import channel_gradients
 from .channel_pairs_triton import channel_pairs
 from .gate_triton import cumulative_gate
-from .gradients_triton import Gradients, gradients
+from .gradients_triton import gradients
 from .launch_config import AdditiveConfig, Tiles, additive_config, device_family
 from .spans import Spans, batch_spans, ceil_div, packed_spans, whole_documents
 from .tile_triton import DIAGONAL, NO_DECAY, SCALAR, decay_kind
@@ -41,7 +43,7 @@ class _Plan:
 
 
 @dataclass(frozen=True)
-class _Operands:
+class _Decayed:
     """q and k with their decay, as the walk takes them: see ``walk_triton``."""
 
     q: Tensor
@@ -56,132 +58,84 @@ class _Operands:
         return WalkInputs(self.k, self.q, grad, self.gate, self.pairs, initial, plan.decay, plan.scale)
 
 
-def additive_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    scale: float,
-    save: bool,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def additive_forward(operands: AdditiveOperands, *, scale: float, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output, final state, and what backward needs besides the inputs.
 
     Args:
-        q, k: [B, T, HQ or HK, K], any strides.
-        v: [B, T, HV, V], of one dtype with q and k.
-        log_decay: None, [HV], [B, T, HV] or [B, T, HV, K].
-        initial_state: [N, HV, V, K] float32, or None.
-        cu_seqlens: int32 [N + 1] with B = 1, or None.
+        operands: of any strides; what is not contiguous is copied.
         save: keep the state at every chunk's start; without, backward walks once more.
 
     Returns:
         output [B, T, HV, V] in the dtype of q, final_state [N, HV, V, K] float32, saved.
     """
-    q, k, v, log_decay, initial_state = _contiguous(q, k, v, log_decay, initial_state)
-    plan = _plan(q, v, log_decay, cu_seqlens, scale)
-    operands = _operands(q, k, log_decay, plan)
-    make = torch.empty_like if cu_seqlens is None else torch.zeros_like
-    output = make(v)
-    states = _chunk_states(v, q.shape[-1], plan) if save else None
-    final = _walk(operands.forward(v, initial_state, plan), plan, output=output, states=states)
-    return output, final, [] if states is None else [states, *_own_tensors(operands, plan)]
+    operands = operands.contiguous()
+    plan = _plan(operands, scale)
+    decayed = _decayed(operands, plan)
+    output = _make_rows(operands)(operands.v)
+    states = _chunk_states(operands, plan) if save else None
+    final = _walk(decayed.forward(operands.v, operands.initial_state, plan), plan, output=output, states=states)
+    return output, final, [] if states is None else [states, *_own_tensors(decayed, plan)]
 
 
 def additive_backward(
     grad_output: Tensor,
     grad_final: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    operands: AdditiveOperands,
     saved: list[Tensor],
     *,
     scale: float,
     needs_decay_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Gradients of q, k, v, log_decay (None unless wanted) and the initial state; arguments as ``additive_forward``."""
-    shapes = q.shape, k.shape
-    q, k, v, log_decay, initial_state = _contiguous(q, k, v, log_decay, initial_state)
-    grad_output, grad_final = _contiguous(grad_output, grad_final)
-    plan = _plan(q, v, log_decay, cu_seqlens, scale)
+    operands, grad_output = operands.contiguous(), grad_output.contiguous()
+    grad_final = None if grad_final is None else grad_final.contiguous()
+    plan = _plan(operands, scale)
     if saved:
         _check_saved(saved, plan)
-        states, operands = saved[0], _saved_operands(q, k, saved[1:], log_decay, plan)
+        states, decayed = saved[0], _saved_decayed(operands, saved[1:], plan)
     else:
-        states, operands = _chunk_states(v, q.shape[-1], plan), _operands(q, k, log_decay, plan)
-        _walk(operands.forward(v, initial_state, plan), plan, output=None, states=states)
-    grad_states = torch.empty_like(states)
-    dv = torch.empty_like(v) if cu_seqlens is None else torch.zeros_like(v)
-    reverse = operands.reverse(grad_output, grad_final, plan)
+        states, decayed = _chunk_states(operands, plan), _decayed(operands, plan)
+        _walk(decayed.forward(operands.v, operands.initial_state, plan), plan, output=None, states=states)
+    grad_states, dv = torch.empty_like(states), _make_rows(operands)(operands.v)
+    reverse = decayed.reverse(grad_output, grad_final, plan)
     d_initial = _walk(reverse, plan, output=dv, states=grad_states, reverse=True)
-    tensors = (q, k, v, grad_output, states, grad_states)
-    grads = _gradients(*tensors, log_decay, operands.gate, plan, needs_gate=needs_decay_grad)
-    dq, dk = (_sum_groups(x, shape) for x, shape in zip(grads[:2], shapes, strict=True))
-    gate = grads.gate if needs_decay_grad else None
-    return dq, dk, dv, _decay_gradient(gate, log_decay), d_initial
-
-
-def _gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad: Tensor,
-    states: Tensor,
-    grad_states: Tensor,
-    log_decay: Tensor | None,
-    gate: Tensor | None,
-    plan: _Plan,
-    *,
-    needs_gate: bool,
-) -> Gradients:
     if plan.decay == DIAGONAL.value:
-        assert log_decay is not None
         tiles = plan.config.channel_gradients
-        return channel_gradients(
-            q, k, v, grad, log_decay, states, grad_states, plan.chunks, scale=plan.scale, tiles=tiles
+        grads = channel_gradients(
+            operands, grad_output, states, grad_states, plan.chunks, scale=plan.scale, tiles=tiles
         )
-    return gradients(
-        q,
-        k,
-        v,
-        grad,
-        gate,
-        states,
-        grad_states,
-        plan.chunks,
-        decay=plan.decay,
-        scale=plan.scale,
-        tiles=plan.config.gradients,
-        needs_gate=needs_gate,
-    )
+    else:
+        grads = gradients(
+            operands,
+            grad_output,
+            decayed.gate,
+            states,
+            grad_states,
+            plan.chunks,
+            scale=plan.scale,
+            tiles=plan.config.gradients,
+            needs_gate=needs_decay_grad,
+        )
+    dq, dk = (_sum_groups(x, given.shape) for x, given in zip(grads[:2], operands[:2], strict=True))
+    gate = grads.gate if needs_decay_grad else None
+    return dq, dk, dv, _decay_gradient(gate, operands.log_decay), d_initial
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Any]:
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
-def _plan(q: Tensor, v: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, scale: float) -> _Plan:
+def _plan(operands: AdditiveOperands, scale: float) -> _Plan:
+    q, _, v, log_decay, _, cu_seqlens = operands
     (batch, seq_len, heads, value_dim), key_dim = v.shape, q.shape[-1]
     config = additive_config(device_family(q.device), key_dim, value_dim, q.dtype)
     chunk_size = config.chunk_size
-    if cu_seqlens is None:
-        chunks, sequences = batch_spans(batch, seq_len, chunk_size), batch_spans(batch, seq_len, seq_len)
-    else:
-        chunks = packed_spans(cu_seqlens, seq_len, chunk_size, chunk_size)
-        sequences = whole_documents(cu_seqlens, seq_len, chunk_size)
-    length = _segment_length(config, seq_len, sequences.count * heads * ceil_div(value_dim, config.walk.block))
-    segments = None
-    if length < seq_len:
+
+    def cut(length: int) -> Spans:
         if cu_seqlens is None:
-            segments = batch_spans(batch, seq_len, length)
-        else:
-            segments = packed_spans(cu_seqlens, seq_len, length, chunk_size)
-    return _Plan(config, chunks, sequences, segments, decay_kind(log_decay), scale)
+            return batch_spans(batch, seq_len, length)
+        return packed_spans(cu_seqlens, seq_len, length, chunk_size)
+
+    sequences = cut(seq_len) if cu_seqlens is None else whole_documents(cu_seqlens, seq_len, chunk_size)
+    length = _segment_length(config, seq_len, sequences.count * heads * ceil_div(value_dim, config.walk.block))
+    segments = cut(length) if length < seq_len else None
+    return _Plan(config, cut(chunk_size), sequences, segments, decay_kind(log_decay), scale)
 
 
 def _segment_length(config: AdditiveConfig, seq_len: int, programs: int) -> int:
@@ -191,20 +145,24 @@ def _segment_length(config: AdditiveConfig, seq_len: int, programs: int) -> int:
     return max(chunks, SHORTEST_SEGMENT) * config.chunk_size
 
 
-def _operands(q: Tensor, k: Tensor, log_decay: Tensor | None, plan: _Plan) -> _Operands:
-    if plan.decay == SCALAR.value:
-        assert log_decay is not None
-        return _Operands(q, k, cumulative_gate(log_decay, plan.chunks), None)
-    if plan.decay == DIAGONAL.value:
-        assert log_decay is not None
+def _make_rows(operands: AdditiveOperands) -> Callable[[Tensor], Tensor]:
+    """What makes the rows that a kernel fills: zeros where tokens of no document are left out."""
+    return torch.empty_like if operands.cu_seqlens is None else torch.zeros_like
+
+
+def _decayed(operands: AdditiveOperands, plan: _Plan) -> _Decayed:
+    q, k, _, log_decay, *_ = operands
+    if log_decay is not None and plan.decay == SCALAR.value:
+        return _Decayed(q, k, cumulative_gate(log_decay, plan.chunks), None)
+    if log_decay is not None and plan.decay == DIAGONAL.value:
         made = channel_pairs(q, k, log_decay, plan.chunks, scale=plan.scale, tiles=plan.config.channel_pairs)
-        return _Operands(made.reach, made.rest, made.total, made.pairs)
-    return _Operands(q, k, log_decay, None)
+        return _Decayed(made.reach, made.rest, made.total, made.pairs)
+    return _Decayed(q, k, log_decay, None)
 
 
-def _own_tensors(operands: _Operands, plan: _Plan) -> list[Tensor]:
-    """The tensors of ``operands`` that are not inputs."""
-    own = {SCALAR.value: (operands.gate,), DIAGONAL.value: (operands.q, operands.k, operands.gate, operands.pairs)}
+def _own_tensors(decayed: _Decayed, plan: _Plan) -> list[Tensor]:
+    """The tensors of ``decayed`` that are not inputs."""
+    own = {SCALAR.value: (decayed.gate,), DIAGONAL.value: (decayed.q, decayed.k, decayed.gate, decayed.pairs)}
     return [x for x in own.get(plan.decay, ()) if x is not None]
 
 
@@ -217,16 +175,17 @@ def _check_saved(saved: list[Tensor], plan: _Plan) -> None:
         raise ValueError("tuned: expected the tiles of the forward pass, got others; run backward inside tuned() too")
 
 
-def _saved_operands(q: Tensor, k: Tensor, own: list[Tensor], log_decay: Tensor | None, plan: _Plan) -> _Operands:
+def _saved_decayed(operands: AdditiveOperands, own: list[Tensor], plan: _Plan) -> _Decayed:
     if plan.decay == SCALAR.value:
-        return _Operands(q, k, own[0], None)
+        return _Decayed(operands.q, operands.k, own[0], None)
     if plan.decay == DIAGONAL.value:
-        return _Operands(*own)
-    return _Operands(q, k, log_decay, None)
+        return _Decayed(*own)
+    return _Decayed(operands.q, operands.k, operands.log_decay, None)
 
 
-def _chunk_states(v: Tensor, key_dim: int, plan: _Plan) -> Tensor:
-    return v.new_empty(plan.chunks.count, v.shape[2], key_dim, v.shape[3])
+def _chunk_states(operands: AdditiveOperands, plan: _Plan) -> Tensor:
+    heads, value_dim = operands.v.shape[2:]
+    return operands.v.new_empty(plan.chunks.count, heads, operands.q.shape[-1], value_dim)
 
 
 def _walk(
@@ -238,42 +197,24 @@ def _walk(
     def state(spans: Spans) -> Tensor:
         return inputs.value.new_empty(spans.count, heads, value_dim, key_dim, dtype=torch.float32)
 
-    final, chunk_size = state(plan.sequences), plan.config.chunk_size
+    final = state(plan.sequences)
+    step = partial(walk, chunk_size=plan.config.chunk_size, reverse=reverse)
+    filled = partial(step, tiles=_walk_tiles(plan, states, reverse=reverse), output=output, states=states)
     if plan.segments is None:
-        walk(
-            inputs,
-            plan.sequences,
-            chunk_size=chunk_size,
-            tiles=_walk_tiles(plan, states, reverse=reverse),
-            output=output,
-            states=states,
-            final=final,
-            reverse=reverse,
-        )
+        filled(inputs, plan.sequences, final=final)
         return final
     updates, decay = state(plan.segments), _span_decay(inputs, plan.segments)
-    walk(
+    step(
         replace(inputs, initial=None),
         plan.segments,
-        chunk_size=chunk_size,
         tiles=plan.config.summary,
         output=None,
         states=None,
         final=updates,
         span_decay=decay,
-        reverse=reverse,
     )
     join_segments(inputs.initial, updates, decay, final, plan.segments, kind=plan.decay, reverse=reverse)
-    walk(
-        replace(inputs, initial=updates),
-        plan.segments,
-        chunk_size=chunk_size,
-        tiles=_walk_tiles(plan, states, reverse=reverse),
-        output=output,
-        states=states,
-        final=None,
-        reverse=reverse,
-    )
+    filled(replace(inputs, initial=updates), plan.segments, final=None)
     return final
 
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .additive_operands import AdditiveOperands
 from .channel_levels_triton import is_later, split_gate, spread, spread_tables, sum_tables, sums
 from .gradients_triton import Gradients
 from .launch import launch
@@ -191,11 +192,8 @@ def _channel_gradients_kernel(
 
 
 def channel_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: AdditiveOperands,
     grad: Tensor,
-    log_decay: Tensor,
     states: Tensor,
     grad_states: Tensor,
     chunks: Spans,
@@ -204,6 +202,8 @@ def channel_gradients(
     tiles: Tiles,
 ) -> Gradients:
     """Gradients of every query, key and gate, one a value head; tokens of no document get zeros."""
+    q, k, v, log_decay, *_ = operands
+    assert log_decay is not None
     heads, value_dim, key_dim = v.shape[2], v.shape[3], q.shape[-1]
     levels = chunks.length.bit_length() - 1
     block_v = min(2 * tiles.block, max(tiles.block, power_of_2_from(value_dim)))

@@ -19,6 +19,7 @@ from torch import Tensor
 from .chunk_layout import ChunkLayout, batch_layout, packed_layout
 from .decay import ChunkProducts, chunk_products
 from .normal_form import MicroSteps, expand_heads
+from .spans import power_of_2_from
 
 
 def chunk_scan(
@@ -45,7 +46,7 @@ def chunk_scan(
     """
     batch, seq_len = q.shape[:2]
     longest = seq_len if cu_seqlens is None else max(int(cu_seqlens.diff().max()), 1)
-    chunk_size = min(chunk_size, 1 << (longest - 1).bit_length())
+    chunk_size = min(chunk_size, power_of_2_from(longest))
     if cu_seqlens is None:
         layout = batch_layout(batch, seq_len, chunk_size)
     else:

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .additive_operands import AdditiveOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
 from .spans import Spans, ceil_div, power_of_2_from
@@ -33,6 +34,7 @@ from .tile_triton import (
     NO_DECAY,
     SCALAR,
     between,
+    decay_kind,
     load_gate,
     load_rows,
     locate,
@@ -198,21 +200,19 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: AdditiveOperands,
     grad: Tensor,
     gate: Tensor | None,
     states: Tensor,
     grad_states: Tensor,
     chunks: Spans,
     *,
-    decay: int,
     scale: float,
     tiles: Tiles,
     needs_gate: bool,
 ) -> Gradients:
     """Gradients of every query and key, one a value head; tokens of no document get zeros."""
+    q, k, v, log_decay, *_ = operands
     (batch, seq_len, heads, value_dim), key_dim = v.shape, q.shape[-1]
     block_k = tiles.block
     make = torch.zeros if chunks.table is not None else torch.empty
@@ -225,16 +225,8 @@ def gradients(
         _gradients_kernel,
         (chunks.count * heads * ceil_div(key_dim, block_k),),
         (
-            q,
-            k,
-            v,
-            grad,
-            gate,
-            states,
-            grad_states,
-            dq,
-            dk,
-            dgate,
+            *(q, k, v, grad, gate, states, grad_states),
+            *(dq, dk, dgate),
             chunks.table,
             scale,
             chunks.seq_len,
@@ -250,7 +242,7 @@ def gradients(
             "CHUNK": chunks.length,
             "BLOCK_K": block_k,
             "BLOCK_V": min(2 * tiles.block, max(tiles.block, power_of_2_from(value_dim))),
-            "DECAY": decay,
+            "DECAY": decay_kind(log_decay),
             "PRECISION": products_in(q.dtype, device_family(q.device)),
         },
         num_warps=tiles.num_warps,

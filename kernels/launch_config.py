@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 
+from .spans import power_of_2_from
+
 Family = Literal["sm_80", "sm_90", "sm_100", "gfx942", "interpreter"]
 
 FAMILIES: tuple[Family, ...] = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -198,7 +200,7 @@ def candidates(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype)
     """
     present = additive_config(family, key_dim, value_dim, dtype)
     least = 64 if family == "sm_90" and dtype != torch.float32 else 16
-    widest = max(16, 1 << (max(key_dim, value_dim) - 1).bit_length())
+    widest = max(16, power_of_2_from(max(key_dim, value_dim)))
     tried = [present]
     for field in fields(present):
         before, others = getattr(present, field.name), list[Any]()

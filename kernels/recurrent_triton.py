@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .additive_operands import AdditiveOperands
 from .launch import launch
 from .spans import batch_spans, ceil_div, power_of_2_from, whole_documents
 from .tile_triton import DIAGONAL, FIXED, LOG2_E, SCALAR, decay_kind, locate
@@ -73,30 +74,21 @@ def _recurrent_kernel(
     tl.store(final_ptr + state_offset, state, mask=mask_state)
 
 
-def recurrent_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Output [B, T, HV, V] in the dtype of q, final state [N, HV, V, K] float32; arguments as ``additive_forward``."""
+def recurrent_forward(operands: AdditiveOperands, *, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [B, T, HV, V] in the dtype of q, final state [N, HV, V, K] float32."""
+    q, k, v, log_decay, initial_state, cu_seqlens = operands.contiguous()
     (batch, seq_len, heads, value_dim), key_dim = v.shape, q.shape[-1]
     spans = batch_spans(batch, seq_len, seq_len) if cu_seqlens is None else whole_documents(cu_seqlens, seq_len, 16)
     make = torch.empty_like if cu_seqlens is None else torch.zeros_like
-    output = make(v, memory_format=torch.contiguous_format)
-    final = v.new_empty(spans.count, heads, value_dim, key_dim, dtype=torch.float32)
+    output = make(v)
+    final = operands.empty_state()
     block_k = max(16, power_of_2_from(key_dim))
     block_v = max(1, min(power_of_2_from(value_dim), 4096 // block_k))
-    arguments = (q, k, v, log_decay, initial_state)
     launch(
         _recurrent_kernel,
         (spans.count * heads * ceil_div(value_dim, block_v),),
         (
-            *(None if x is None else x.contiguous() for x in arguments),
+            *(q, k, v, log_decay, initial_state),
             output,
             final,
             spans.table,

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from statemix.kernels.additive_operands import AdditiveOperands
 from statemix.kernels.launch import Launch, recording
 from statemix.kernels.launch_config import Family, compile_for
 
@@ -114,19 +115,8 @@ def record(configuration: Configuration, family: Family) -> list[Launch]:
     return launches
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Meta tensors of a configuration, named as in ``additive_forward``."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None
-    state: Tensor | None
-    cu_seqlens: Tensor | None
-
-
-def _inputs(c: Configuration) -> _Inputs:
+def _inputs(c: Configuration) -> AdditiveOperands:
+    """Meta tensors of a configuration."""
     batch, seq_len = (1, c.layout.batch * c.layout.seq_len) if c.is_packed else (c.layout.batch, c.layout.seq_len)
     num_states = c.layout.batch
 
@@ -139,12 +129,12 @@ def _inputs(c: Configuration) -> _Inputs:
         "scalar": (batch, seq_len, heads),
         "diagonal": (batch, seq_len, heads, c.key_dim),
     }
-    return _Inputs(
+    return AdditiveOperands(
         q=empty(batch, seq_len, c.layout.query_heads, c.key_dim),
         k=empty(batch, seq_len, c.layout.key_heads, c.key_dim),
         v=empty(batch, seq_len, heads, c.value_dim),
         log_decay=None if c.decay == "none" else empty(*gates[c.decay], dtype=c.gate_dtype),
-        state=empty(num_states, heads, c.value_dim, c.key_dim, dtype=torch.float32) if c.has_state else None,
+        initial_state=empty(num_states, heads, c.value_dim, c.key_dim, dtype=torch.float32) if c.has_state else None,
         cu_seqlens=empty(num_states + 1, dtype=torch.int32) if c.is_packed else None,
     )
 
@@ -153,17 +143,15 @@ def _additive(c: Configuration) -> None:
     from statemix.kernels.additive_triton import additive_backward, additive_forward
 
     x = _inputs(c)
-    inputs = (x.q, x.k, x.v, x.log_decay, x.state, x.cu_seqlens)
-    output, _, saved = additive_forward(*inputs, scale=0.5, save=c.saves)
+    output, _, saved = additive_forward(x, scale=0.5, save=c.saves)
     wanted = c.has_state and c.decay != "none"
-    additive_backward(output, x.state, *inputs, saved, scale=0.5, needs_decay_grad=wanted)
+    additive_backward(output, x.initial_state, x, saved, scale=0.5, needs_decay_grad=wanted)
 
 
 def _recurrent(c: Configuration) -> None:
     from statemix.kernels.recurrent_triton import recurrent_forward
 
-    x = _inputs(c)
-    recurrent_forward(x.q, x.k, x.v, x.log_decay, x.state, x.cu_seqlens, scale=0.5)
+    recurrent_forward(_inputs(c), scale=0.5)
 
 
 CALLS: dict[str, Callable[[Configuration], None]] = {"additive": _additive, "recurrent": _recurrent}

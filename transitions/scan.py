@@ -24,6 +24,7 @@ from statemix.kernels import (
     merge_write,
     recurrent_scan,
 )
+from statemix.kernels.spans import power_of_2_from
 
 from .base import Transition
 from .choice import Backend, Explanation, Form, choose
@@ -216,7 +217,7 @@ def _run_torch(inputs: ScanInputs, chosen: Explanation, scale: float, chunk_size
         output, state = _recurrent(inputs, state, scale)
     else:
         steps = merge_write(inputs.transition.lower(), inputs.k, inputs.v, inputs.write)
-        chunk_size = chunk_size if chosen.form == "chunk" else 1 << (seq_len - 1).bit_length()
+        chunk_size = chunk_size if chosen.form == "chunk" else power_of_2_from(seq_len)
         output, state = chunk_scan(inputs.q, steps, state, scale=scale, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
     return ScanResult(output.to(dtype), state)
 

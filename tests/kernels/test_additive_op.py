@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from statemix.kernels import additive_op, additive_scan, availability, recurrent_scan
+from statemix.kernels.additive_operands import AdditiveOperands
 from statemix.kernels.launch import recording
 from statemix.kernels.launch_config import FAMILIES, compile_for
 from statemix.transitions import DiagonalGate, FixedDecay, Identity, ScalarGate, Transition, scan
@@ -92,9 +93,10 @@ def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_
         options: dict[str, Any] = {"packed": packed, "dims": dims, "seq_len": seq_len, "dtype": torch.bfloat16}
         with compile_for(family), torch.no_grad():
             meta = [None if x is None else x.to("meta") for x in detached(operands(decay, **options))]
+            inputs = AdditiveOperands(*meta)
             with recording():
-                made = additive_forward(*meta, scale=1.0, save=True)
-                grads = additive_backward(made[0], None, *meta, made[2], scale=1.0, needs_decay_grad=decay is not None)
+                made = additive_forward(inputs, scale=1.0, save=True)
+                grads = additive_backward(made[0], None, inputs, made[2], scale=1.0, needs_decay_grad=decay is not None)
             with FakeTensorMode():
                 fakes = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in meta]
                 told = OPERATORS.additive_scan(*fakes, 1.0, True)
