@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import compile_matrix  # noqa: E402
+import kernel_calls  # noqa: E402
 from compiler_process import CompilerProcess  # noqa: E402
 from kernel_variants import Variant  # noqa: E402
 from machine_code import early_reads, parse_sass, read, written  # noqa: E402
@@ -161,6 +162,19 @@ def test_a_variant_that_ends_the_compiler_gets_that_as_its_fault(
     with CompilerProcess() as compiler:
         assert compiler.compile(variant).fault == "the compiler ended its process with 7"
         assert "No module named 'absent'" in str(compiler.compile(replace(variant, module="absent")).fault)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_thirty_lengths_compile_nothing_after_the_first_three(is_packed: bool) -> None:
+    def variants(seq_len: int) -> set[Variant]:
+        layout = replace(kernel_calls.MANY_HEADS, batch=1, seq_len=seq_len)
+        call = kernel_calls.Configuration("additive", "scalar", 64, 64, layout=layout, is_packed=is_packed)
+        return set(compile_matrix.calls_by_variant(["sm_90"], [call]))
+
+    first, *others = (variants(seq_len) for seq_len in (1000, 1999, 2048, *range(1003, 4000, 111)))
+    known = first.union(*others[:2])
+    assert len(others) == 29
+    assert all(found <= known for found in others[2:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
