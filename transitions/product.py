@@ -86,7 +86,7 @@ class Product(Transition):
 
     def lower(self) -> NormalForm:
         left, right = self.left.lower(), self.right.lower()
-        blocks = _common_blocks(left.blocks, right.blocks)
+        blocks = _common_blocks(left, right)
         if right.log_decay is None:
             return replace(left, erase=_then(left.erase, right.erase), blocks=blocks)
         if left.erase is None and not right.reads_before_decay:
@@ -138,10 +138,12 @@ def _count(erase: Erase) -> int:
     return erase[0].shape[2] if erase[0].ndim == 5 else 1
 
 
-def _common_blocks(left: int, right: int) -> int:
-    if left != right and min(left, right) > 1:
-        raise NotImplementedError(f"blocks: a product of {left} and {right} blocks has no normal form")
-    return max(left, right)
+def _common_blocks(left: NormalForm, right: NormalForm) -> int:
+    blocks = max(left.blocks, right.blocks)
+    for factor in (left, right):
+        if factor.blocks not in (1, blocks) or (factor.blocks < blocks and factor.erase is not None):
+            raise NotImplementedError(f"blocks: a product of {left.blocks} and {right.blocks} blocks has no normal form")
+    return blocks
 
 
 def _add(x: Tensor | None, y: Tensor | None, blocks: int) -> Tensor | None:

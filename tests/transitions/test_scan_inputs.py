@@ -150,6 +150,16 @@ def test_an_explicit_form_never_falls_back() -> None:
     scan(**given)
 
 
+def test_a_product_with_an_erasure_across_blocks_runs_the_definition() -> None:
+    """An erasure over all of K is no matrix of blocks; a gate without blocks is one of any number of blocks."""
+    key, beta, gate = unit(B, T, H, K), torch.rand(B, T, HV), -torch.rand(B, T, HV)
+    in_blocks = BlockDiagonal(Householder(key, beta), 2)
+    for refused in (Product(in_blocks, Householder(key, beta)), Product(Householder(key, beta), in_blocks)):
+        with pytest.raises(NotImplementedError, match="blocks has no normal form"):
+            scan(**arguments(k=key, transition=refused), form="chunk")
+    scan(**arguments(k=key, transition=Product(ScalarGate(gate), in_blocks)), form="chunk")
+
+
 def test_explain_says_which_direction_is_erased() -> None:
     beta, key = torch.rand(B, 20, HV), unit(B, 20, H, K)
     q, v = torch.randn(B, 20, H, K), torch.randn(B, 20, HV, V)
