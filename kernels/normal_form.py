@@ -11,7 +11,7 @@ Shapes: B batch, T time, N micro-steps a token, H key heads, HV value heads, K k
 Source: arXiv:2406.06484 section 3 (delta rule), arXiv:2502.10297 section 3 (n micro-steps).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,12 +26,28 @@ class NormalForm:
         erase: (a, b), a [B, T, HV, K] and b [B, T, H or HV, K], each with an axis m after T for m erasures a token.
         reads_before_decay: the first erasure of a token reads the state before its decay.
         blocks: M_t is block-diagonal with this many blocks of K / blocks.
+        rate: None, or r where ``erase`` is (c, b) with a = r c and c of H or HV heads: [B, T, HV], with the axis m where
+            c has it, and a last axis of size 1 or blocks where c has as many axes. One tensor in both places of
+            ``erase`` says that c is b; kernels then store neither r c nor b a second time.
     """
 
     log_decay: Tensor | None = None
     erase: tuple[Tensor, Tensor] | None = None
     reads_before_decay: bool = False
     blocks: int = 1
+    rate: Tensor | None = None
+
+    def multiplied(self) -> "NormalForm":
+        """The same with ``rate`` multiplied into a."""
+        if self.erase is None or self.rate is None:
+            return self
+        read, rate = self.erase[0], self.rate
+        if rate.ndim < read.ndim:
+            rate = rate.unsqueeze(-1)
+        elif rate.shape[-1] > 1:
+            rate = rate.repeat_interleave(read.shape[-1] // rate.shape[-1], dim=-1)
+        read = rate * expand_heads(read, rate.shape[-2], dim=read.ndim - 2)
+        return replace(self, erase=(read, self.erase[1]), rate=None)
 
 
 @dataclass(frozen=True)
@@ -67,25 +83,36 @@ def merge_write(form: NormalForm, k: Tensor, v: Tensor, write: Tensor | None) ->
     Raises:
         NotImplementedError: the number of erasures a token is neither that of the writes nor met by a single write.
     """
-    value, keys = _write_rows(k, v, write)
+    form, (value, keys) = form.multiplied(), _write_rows(k, v, write)
     if form.erase is None:
         return MicroSteps(value, None, keys, form.log_decay, False, form.blocks)
     if form.erase[1] is k:
-        return MicroSteps(value, _rows(form.erase[0]), keys, form.log_decay, form.reads_before_decay, form.blocks)
+        return MicroSteps(value, with_rows(form.erase[0]), keys, form.log_decay, form.reads_before_decay, form.blocks)
 
-    read, direction = (_rows(x) for x in form.erase)
-    keys, direction = _equal_heads(keys, direction)
-    num_erasures, num_writes = read.shape[2], keys.shape[2]
-    erased = value.new_zeros(value.shape[:2] + (num_erasures,) + value.shape[3:])
-    unread = read.new_zeros(read.shape[:2] + (num_writes,) + read.shape[3:])
-    pairs = ((erased, value), (read, unread), (direction, keys))
-    if num_erasures == num_writes:
-        value, read, keys = (torch.stack(pair, dim=3).flatten(2, 3) for pair in pairs)
-    elif num_writes == 1:
-        value, read, keys = (torch.cat(pair, dim=2) for pair in pairs)
-    else:
-        raise NotImplementedError(f"erase: {num_erasures} erasures and {num_writes} writes a token have no normal form")
+    read, direction = (with_rows(x) for x in form.erase)
+    keys, direction = equal_heads(keys, direction)
+    erased, unread = zero_rows(value, read.shape[2]), zero_rows(read, keys.shape[2])
+    value, read, keys = (erase_then_write(*pair) for pair in ((erased, value), (read, unread), (direction, keys)))
     return MicroSteps(value, read, keys, form.log_decay, form.reads_before_decay, form.blocks)
+
+
+def erase_then_write(erasures: Tensor, writes: Tensor) -> Tensor:
+    """Rows [B, T, m + n, ...] of a token from those of its m erasures and n writes, in the order they act.
+
+    Raises:
+        NotImplementedError: m is not n, and n not 1.
+    """
+    num_erasures, num_writes = erasures.shape[2], writes.shape[2]
+    if num_erasures == num_writes:
+        return torch.stack((erasures, writes), dim=3).flatten(2, 3)
+    if num_writes == 1:
+        return torch.cat((erasures, writes), dim=2)
+    raise NotImplementedError(f"erase: {num_erasures} erasures and {num_writes} writes a token have no normal form")
+
+
+def zero_rows(x: Tensor, count: int) -> Tensor:
+    """Zeros like x [B, T, N, ...], with ``count`` in place of N."""
+    return x.new_zeros(x.shape[:2] + (count,) + x.shape[3:])
 
 
 def _write_rows(k: Tensor, v: Tensor, write: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -99,11 +126,13 @@ def _write_rows(k: Tensor, v: Tensor, write: Tensor | None) -> tuple[Tensor, Ten
     return write.unsqueeze(-1) * v, k
 
 
-def _rows(x: Tensor) -> Tensor:
+def with_rows(x: Tensor) -> Tensor:
+    """x [B, T, HV, K] or [B, T, m, HV, K] with its axis m."""
     return x if x.ndim == 5 else x.unsqueeze(2)
 
 
-def _equal_heads(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def equal_heads(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x and y [B, T, N, H or HV, K] with the more heads of the two."""
     heads = max(x.shape[3], y.shape[3])
     return expand_heads(x, heads, dim=3), expand_heads(y, heads, dim=3)
 

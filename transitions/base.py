@@ -66,6 +66,13 @@ class Transition(ABC):
         """The normal form that the chunk form runs. Raises NotImplementedError where there is none."""
         raise NotImplementedError(f"{type(self).__name__} has no normal form: it runs in form='recurrent'")
 
+    def lower_factored(self) -> NormalForm:
+        """``lower`` for kernels that take a rate beside an erasure: (c, b) and r in place of (r c, b).
+
+        Worth defining where a = r c with r a number for each head: ``lower`` is then ``lower_factored().multiplied()``.
+        """
+        return self.lower()
+
     def steps(self) -> tuple["Transition", ...]:
         """The factors of M_t with one write each, in the order they act."""
         return (self,)

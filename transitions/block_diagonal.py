@@ -96,6 +96,9 @@ class BlockDiagonal(Transition):
     def lower(self) -> NormalForm:
         return replace(self.inner.lower(), blocks=self.blocks)
 
+    def lower_factored(self) -> NormalForm:
+        return replace(self.inner.lower_factored(), blocks=self.blocks)
+
     @classmethod
     def example(
         cls, batch: int, seq_len: int, num_heads: int, key_dim: int, generator: torch.Generator | None = None

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from statemix.kernels import NormalForm, expand_heads
+from statemix.kernels import NormalForm
 
 from .base import Transition
 from .kinds import Rate2, UnitKey
@@ -70,13 +70,10 @@ class Householder(Transition):
         return tuple(self._rebuild(pair) for pair in pairs)
 
     def lower(self) -> NormalForm:
-        beta = self.beta
-        if beta.ndim < self.direction.ndim:
-            beta = beta.unsqueeze(-1)
-        elif beta.shape[-1] > 1:  # inside BlockDiagonal the last axis counts blocks
-            beta = beta.repeat_interleave(self.direction.shape[-1] // beta.shape[-1], dim=-1)
-        read = beta * expand_heads(self.direction, beta.shape[-2], dim=self.direction.ndim - 2)
-        return NormalForm(erase=(read, self.direction))
+        return self.lower_factored().multiplied()
+
+    def lower_factored(self) -> NormalForm:
+        return NormalForm(erase=(self.direction, self.direction), rate=self.beta)
 
 
 @register

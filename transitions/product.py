@@ -85,17 +85,25 @@ class Product(Transition):
         return left + right
 
     def lower(self) -> NormalForm:
-        left, right = self.left.lower(), self.right.lower()
+        return self._joined(self.left.lower(), self.right.lower())
+
+    def lower_factored(self) -> NormalForm:
+        return self._joined(self.left.lower_factored(), self.right.lower_factored())
+
+    def _joined(self, left: NormalForm, right: NormalForm) -> NormalForm:
         blocks = _common_blocks(left, right)
+        if left.erase is not None and right.erase is not None:
+            left, right = left.multiplied(), right.multiplied()
+        rate = right.rate if left.rate is None else left.rate
         if right.log_decay is None:
-            return replace(left, erase=_then(left.erase, right.erase), blocks=blocks)
+            return replace(left, erase=_then(left.erase, right.erase), blocks=blocks, rate=rate)
         if left.erase is None and not right.reads_before_decay:
             return replace(right, log_decay=_add(left.log_decay, right.log_decay, blocks), blocks=blocks)
         if right.erase is None and left.log_decay is None and left.erase is not None and _count(left.erase) == 1:
             read, direction = left.erase
             decay, direction = _per_channel(right.log_decay, direction, blocks)
             erase = read, direction * decay.exp()
-            return NormalForm(right.log_decay, erase, reads_before_decay=True, blocks=blocks)
+            return NormalForm(right.log_decay, erase, reads_before_decay=True, blocks=blocks, rate=rate)
         raise NotImplementedError(
             f"{type(self.right).__name__} decays after {type(self.left).__name__} has erased: this product has no "
             "normal form; put the gate first, or run form='recurrent'"
@@ -142,7 +150,9 @@ def _common_blocks(left: NormalForm, right: NormalForm) -> int:
     blocks = max(left.blocks, right.blocks)
     for factor in (left, right):
         if factor.blocks not in (1, blocks) or (factor.blocks < blocks and factor.erase is not None):
-            raise NotImplementedError(f"blocks: a product of {left.blocks} and {right.blocks} blocks has no normal form")
+            raise NotImplementedError(
+                f"blocks: a product of {left.blocks} and {right.blocks} blocks has no normal form"
+            )
     return blocks
 
 
