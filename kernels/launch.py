@@ -40,9 +40,9 @@ class Launch:
 
 _recorded: ContextVar[list[Launch] | None] = ContextVar("statemix_launches", default=None)
 
-# What the compiler made, by what it was made for; no key holds a length, so there are few. Triton finds it again as
-# well, but takes longer than a short kernel runs.
-_compiled: dict[tuple[Any, ...], Any] = {}
+# What the compiler made, and its constants in the order of its parameters, by what it was made for; no key holds a
+# length, so there are few. Triton finds it again as well, but takes longer than a short kernel runs.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 @contextmanager
@@ -73,24 +73,39 @@ def launch(
         return
     if not all(grid):
         return
-    values = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-    device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    key = (kernel, device, num_warps, num_stages, values, *map(_specialisation, args))
-    compiled = _compiled.get(key)
-    if compiled is not None:
+    # a kernel's own hash takes a lock, that of its function nothing
+    key = (kernel.fn, num_warps, num_stages, *constants, *constants.values(), *_specialisation(args))
+    found = _compiled.get(key)
+    if found is not None:
+        compiled, values = found
         compiled[(*grid, 1, 1)[:3]](*args, *values)
         return
     compiled = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
     if compiled is not None:  # the interpreter makes nothing
-        _compiled[key] = compiled
+        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
 
 
-def _specialisation(arg: Any) -> Any:
-    """What Triton compiles an argument for.
+def _specialisation(args: tuple[Any, ...]) -> list[Any]:
+    """What Triton compiles arguments for, and their device.
 
     Of a tensor its type, whether its address is a multiple of 16, and on AMD whether 32 bits reach over its memory; of
-    an integer whether it fits 32 bits.
+    an integer whether it fits 32 bits; of anything else its type. One plain loop, because every launch runs it.
     """
-    if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0, IS_AMD and arg.untyped_storage().size() < 2**31
-    return type(arg), isinstance(arg, int) and arg >= 2**31
+    found: list[Any] = []
+    device = None
+    for arg in args:
+        if arg is None:
+            found.append(None)
+        elif type(arg) is int:
+            found.append(arg >= 2**31)
+        elif isinstance(arg, Tensor):
+            found.append(arg.dtype)
+            found.append(arg.data_ptr() % 16 == 0)
+            if IS_AMD:
+                found.append(arg.untyped_storage().size() < 2**31)
+            if device is None:
+                device = arg.device
+        else:
+            found.append(type(arg))
+    found.append(device)
+    return found
