@@ -5,6 +5,7 @@ interpreter is on, which matters for tensors on the CPU alone.
 """
 
 import importlib.util
+from functools import cache
 
 import torch
 
@@ -33,6 +34,16 @@ def is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU."""
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache  # a call of a scan asks six times, and torch takes some 3 us to answer
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
 def device_obstacle(device: torch.device) -> str | None:
     """Why no Triton kernel can run on ``device``."""
     if not HAS_TRITON:
@@ -43,11 +54,11 @@ def device_obstacle(device: torch.device) -> str | None:
         return f"the tensors are on {device.type}, not on a GPU that Triton compiles for"
     if not torch.cuda.is_available():
         return "there is no GPU"
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip is None and (properties.major, properties.minor) < LEAST_CAPABILITY:
+    gpu = capability(device)
+    if torch.version.hip is None and gpu < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
-        return f"the GPU has compute capability {properties.major}.{properties.minor}, less than {least}"
-    if torch.version.hip is None and (properties.major, properties.minor) in SMALL_SHARED_MEMORY:
+        return f"the GPU has compute capability {gpu[0]}.{gpu[1]}, less than {least}"
+    if torch.version.hip is None and gpu in SMALL_SHARED_MEMORY:
         return "the GPU has 99 KB of shared memory for a program, and the table has no tiles for less than 163"
     return None
 

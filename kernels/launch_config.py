@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from .availability import capability
 from .spans import power_of_2_from
 
 Family = Literal["sm_80", "sm_90", "sm_100", "gfx942", "interpreter"]
@@ -142,7 +143,7 @@ def device_family(device: torch.device) -> Family:
         return "interpreter"
     if torch.version.hip is not None:
         return "gfx942"
-    major, _ = torch.cuda.get_device_capability(device)
+    major, _ = capability(device)
     return "sm_80" if major == 8 else "sm_90" if major == 9 else "sm_100"
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,8 +272,7 @@ def test_what_stands_in_the_way_is_said_in_words() -> None:
 
 def test_a_gpu_that_the_table_has_no_tiles_for_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def has(major: int, minor: int) -> str | None:
-        found = SimpleNamespace(major=major, minor=minor)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+        monkeypatch.setattr(availability, "capability", lambda device: (major, minor))
         return availability.device_obstacle(torch.device("cuda"))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

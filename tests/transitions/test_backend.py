@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from statemix import explain, scan, step, validate
+from statemix.kernels import availability
 from statemix.kernels.launch_config import compile_for
 from statemix.transitions import (
     BlockDiagonal,
@@ -92,11 +93,8 @@ def test_auto_is_torch_on_the_cpu_and_triton_is_not_even_imported_to_ask(monkeyp
 
 
 def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Old:
-        major, minor = 7, 5
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Old)
+    monkeypatch.setattr(availability, "capability", lambda device: (7, 5))
     assert "compute capability 7.5, less than 8.0" in explain(**arguments(), device="cuda").backend_reason
 
 
