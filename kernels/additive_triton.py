@@ -12,7 +12,8 @@ With nothing saved, backward makes the gate and walks forward once more. Neither
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,11 +40,9 @@ class _Plan:
     sequences: Spans
     segments: Spans | None
     decay: int
-    scale: float
 
 
-@dataclass(frozen=True)
-class _Decayed:
+class _Decayed(NamedTuple):
     """q and k with their decay, as the walk takes them: see ``walk_triton``."""
 
     q: Tensor
@@ -51,11 +50,11 @@ class _Decayed:
     gate: Tensor | None
     pairs: Tensor | None
 
-    def forward(self, v: Tensor, initial: Tensor | None, plan: _Plan) -> WalkInputs:
-        return WalkInputs(self.q, self.k, v, self.gate, self.pairs, initial, plan.decay, plan.scale)
+    def forward(self, v: Tensor, initial: Tensor | None, decay: int, scale: float) -> WalkInputs:
+        return WalkInputs(self.q, self.k, v, self.gate, self.pairs, initial, decay, scale)
 
-    def reverse(self, grad: Tensor, initial: Tensor | None, plan: _Plan) -> WalkInputs:
-        return WalkInputs(self.k, self.q, grad, self.gate, self.pairs, initial, plan.decay, plan.scale)
+    def reverse(self, grad: Tensor, initial: Tensor | None, decay: int, scale: float) -> WalkInputs:
+        return WalkInputs(self.k, self.q, grad, self.gate, self.pairs, initial, decay, scale)
 
 
 def additive_forward(operands: AdditiveOperands, *, scale: float, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -69,11 +68,12 @@ def additive_forward(operands: AdditiveOperands, *, scale: float, save: bool) ->
         output [B, T, HV, V] in the dtype of q, final_state [N, HV, V, K] float32, saved.
     """
     operands = operands.contiguous()
-    plan = _plan(operands, scale)
-    decayed = _decayed(operands, plan)
+    plan = _plan(operands)
+    decayed = _decayed(operands, plan, scale)
     output = _make_rows(operands)(operands.v)
     states = _chunk_states(operands, plan) if save else None
-    final = _walk(decayed.forward(operands.v, operands.initial_state, plan), plan, output=output, states=states)
+    inputs = decayed.forward(operands.v, operands.initial_state, plan.decay, scale)
+    final = _walk(inputs, plan, output=output, states=states)
     return output, final, [] if states is None else [states, *_own_tensors(decayed, plan)]
 
 
@@ -89,21 +89,20 @@ def additive_backward(
     """Gradients of q, k, v, log_decay (None unless wanted) and the initial state; arguments as ``additive_forward``."""
     operands, grad_output = operands.contiguous(), grad_output.contiguous()
     grad_final = None if grad_final is None else grad_final.contiguous()
-    plan = _plan(operands, scale)
+    plan = _plan(operands)
     if saved:
         _check_saved(saved, plan)
         states, decayed = saved[0], _saved_decayed(operands, saved[1:], plan)
     else:
-        states, decayed = _chunk_states(operands, plan), _decayed(operands, plan)
-        _walk(decayed.forward(operands.v, operands.initial_state, plan), plan, output=None, states=states)
+        states, decayed = _chunk_states(operands, plan), _decayed(operands, plan, scale)
+        inputs = decayed.forward(operands.v, operands.initial_state, plan.decay, scale)
+        _walk(inputs, plan, output=None, states=states)
     grad_states, dv = torch.empty_like(states), _make_rows(operands)(operands.v)
-    reverse = decayed.reverse(grad_output, grad_final, plan)
+    reverse = decayed.reverse(grad_output, grad_final, plan.decay, scale)
     d_initial = _walk(reverse, plan, output=dv, states=grad_states, reverse=True)
     if plan.decay == DIAGONAL.value:
         tiles = plan.config.channel_gradients
-        grads = channel_gradients(
-            operands, grad_output, states, grad_states, plan.chunks, scale=plan.scale, tiles=tiles
-        )
+        grads = channel_gradients(operands, grad_output, states, grad_states, plan.chunks, scale=scale, tiles=tiles)
     else:
         grads = gradients(
             operands,
@@ -112,7 +111,7 @@ def additive_backward(
             states,
             grad_states,
             plan.chunks,
-            scale=plan.scale,
+            scale=scale,
             tiles=plan.config.gradients,
             needs_gate=needs_decay_grad,
         )
@@ -121,21 +120,32 @@ def additive_backward(
     return dq, dk, dv, _decay_gradient(gate, operands.log_decay), d_initial
 
 
-def _plan(operands: AdditiveOperands, scale: float) -> _Plan:
+def _plan(operands: AdditiveOperands) -> _Plan:
     q, _, v, log_decay, _, cu_seqlens = operands
-    (batch, seq_len, heads, value_dim), key_dim = v.shape, q.shape[-1]
-    config = additive_config(device_family(q.device), key_dim, value_dim, q.dtype)
-    chunk_size = config.chunk_size
+    heads, value_dim = v.shape[2:]
+    config = additive_config(device_family(q.device), q.shape[-1], value_dim, q.dtype)
+    if cu_seqlens is None:
+        return _batch_plan(config, v.shape[0], v.shape[1], heads, value_dim, decay_kind(log_decay))
+    return _packed_plan(config, cu_seqlens, v.shape[1], heads, value_dim, decay_kind(log_decay))
 
-    def cut(length: int) -> Spans:
-        if cu_seqlens is None:
-            return batch_spans(batch, seq_len, length)
-        return packed_spans(cu_seqlens, seq_len, length, chunk_size)
 
-    sequences = cut(seq_len) if cu_seqlens is None else whole_documents(cu_seqlens, seq_len, chunk_size)
+@lru_cache(maxsize=1024)
+def _batch_plan(config: AdditiveConfig, batch: int, seq_len: int, heads: int, value_dim: int, decay: int) -> _Plan:
+    """Made once for sizes that come again; packed documents have tables of their own in each call."""
+    length = _segment_length(config, seq_len, batch * heads * ceil_div(value_dim, config.walk.block))
+    chunks, sequences = batch_spans(batch, seq_len, config.chunk_size), batch_spans(batch, seq_len, seq_len)
+    segments = batch_spans(batch, seq_len, length) if length < seq_len else None
+    return _Plan(config, chunks, sequences, segments, decay)
+
+
+def _packed_plan(
+    config: AdditiveConfig, cu_seqlens: Tensor, seq_len: int, heads: int, value_dim: int, decay: int
+) -> _Plan:
+    sequences = whole_documents(cu_seqlens, seq_len, config.chunk_size)
     length = _segment_length(config, seq_len, sequences.count * heads * ceil_div(value_dim, config.walk.block))
-    segments = cut(length) if length < seq_len else None
-    return _Plan(config, cut(chunk_size), sequences, segments, decay_kind(log_decay), scale)
+    chunks = packed_spans(cu_seqlens, seq_len, config.chunk_size, config.chunk_size)
+    segments = packed_spans(cu_seqlens, seq_len, length, config.chunk_size) if length < seq_len else None
+    return _Plan(config, chunks, sequences, segments, decay)
 
 
 def _segment_length(config: AdditiveConfig, seq_len: int, programs: int) -> int:
@@ -150,12 +160,12 @@ def _make_rows(operands: AdditiveOperands) -> Callable[[Tensor], Tensor]:
     return torch.empty_like if operands.cu_seqlens is None else torch.zeros_like
 
 
-def _decayed(operands: AdditiveOperands, plan: _Plan) -> _Decayed:
+def _decayed(operands: AdditiveOperands, plan: _Plan, scale: float) -> _Decayed:
     q, k, _, log_decay, *_ = operands
     if log_decay is not None and plan.decay == SCALAR.value:
         return _Decayed(q, k, cumulative_gate(log_decay, plan.chunks), None)
     if log_decay is not None and plan.decay == DIAGONAL.value:
-        made = channel_pairs(q, k, log_decay, plan.chunks, scale=plan.scale, tiles=plan.config.channel_pairs)
+        made = channel_pairs(q, k, log_decay, plan.chunks, scale=scale, tiles=plan.config.channel_pairs)
         return _Decayed(made.reach, made.rest, made.total, made.pairs)
     return _Decayed(q, k, log_decay, None)
 
@@ -192,18 +202,13 @@ def _walk(
     inputs: WalkInputs, plan: _Plan, *, output: Tensor | None, states: Tensor | None, reverse: bool = False
 ) -> Tensor:
     """Walk every sequence, in segments where the plan says so; returns the state at the other end."""
-    heads, value_dim, key_dim = *inputs.value.shape[2:], inputs.writer.shape[-1]
-
-    def state(spans: Spans) -> Tensor:
-        return inputs.value.new_empty(spans.count, heads, value_dim, key_dim, dtype=torch.float32)
-
-    final = state(plan.sequences)
+    final = _empty_states(inputs, plan.sequences)
     step = partial(walk, chunk_size=plan.config.chunk_size, reverse=reverse)
-    filled = partial(step, tiles=_walk_tiles(plan, states, reverse=reverse), output=output, states=states)
+    tiles = _walk_tiles(plan, states, reverse=reverse)
     if plan.segments is None:
-        filled(inputs, plan.sequences, final=final)
+        step(inputs, plan.sequences, tiles=tiles, output=output, states=states, final=final)
         return final
-    updates, decay = state(plan.segments), _span_decay(inputs, plan.segments)
+    updates, decay = _empty_states(inputs, plan.segments), _span_decay(inputs, plan.segments)
     step(
         replace(inputs, initial=None),
         plan.segments,
@@ -214,8 +219,13 @@ def _walk(
         span_decay=decay,
     )
     join_segments(inputs.initial, updates, decay, final, plan.segments, kind=plan.decay, reverse=reverse)
-    filled(replace(inputs, initial=updates), plan.segments, final=None)
+    step(replace(inputs, initial=updates), plan.segments, tiles=tiles, output=output, states=states, final=None)
     return final
+
+
+def _empty_states(inputs: WalkInputs, spans: Spans) -> Tensor:
+    heads, value_dim = inputs.value.shape[2:]
+    return inputs.value.new_empty(spans.count, heads, value_dim, inputs.writer.shape[-1], dtype=torch.float32)
 
 
 def _walk_tiles(plan: _Plan, states: Tensor | None, *, reverse: bool) -> Tiles:
@@ -245,7 +255,7 @@ def _decay_gradient(gate: Tensor | None, log_decay: Tensor | None) -> Tensor | N
     """The gradient in the shape of log_decay; parts of a scalar gate's are summed over blocks of K."""
     if gate is None or log_decay is None or log_decay.ndim == 4:
         return gate
-    by_token = gate.sum(0)  # [HV, tokens]
+    by_token = gate.squeeze(0) if gate.shape[0] == 1 else gate.sum(0)  # [HV, tokens]
     if log_decay.ndim == 1:
         return by_token.sum(1)
     return by_token.T.reshape(log_decay.shape)
