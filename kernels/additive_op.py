@@ -17,6 +17,7 @@ v [B, T, HV, V] of one dtype; log_decay None, [HV], [B, T, HV] or [B, T, HV, K];
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ from .availability import DTYPES, is_interpreted
 from .launch_config import additive_config, device_family
 from .spans import ceil_div
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? initial_state, Tensor? cu_seqlens"
 
 
@@ -96,7 +98,7 @@ def _is_traced(*operands: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    return any(type(x) not in (Tensor, torch.nn.Parameter) for x in operands if x is not None)
+    return not _PLAIN.issuperset(map(type, operands))
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -147,7 +149,7 @@ def _differentiate(ctx: Any, grad_output: Tensor | None, grad_final: Tensor | No
 
 
 def _gradients(
-    backward: Callable[..., tuple[Tensor, ...]], ctx: Any, grad_output: Tensor | None, grad_final: Tensor | None
+    backward: Callable[..., tuple[Tensor | None, ...]], ctx: Any, grad_output: Tensor | None, grad_final: Tensor | None
 ) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         raise NotImplementedError("create_graph: additive_scan has no second derivative; use backend='torch'")
@@ -174,7 +176,7 @@ class _EagerScan(torch.autograd.Function):
         return _gradients(_backward, ctx, *grads)
 
 
-def _backward(grad_output: Tensor | None, grad_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+def _backward(grad_output: Tensor | None, grad_final: Tensor | None, *arguments: Any) -> tuple[Tensor | None, ...]:
     *tensors, saved, scale, needs_decay_grad = arguments
     operands = AdditiveOperands(*tensors)
     if grad_output is None:
@@ -183,26 +185,27 @@ def _backward(grad_output: Tensor | None, grad_final: Tensor | None, *arguments:
         dq, dk, dv, d_log_decay, d_initial = _kernels(operands).additive_backward(
             grad_output, grad_final, operands, saved, scale=scale, needs_decay_grad=needs_decay_grad
         )
-    if operands.log_decay is None or d_log_decay is None:
-        d_log_decay = _nothing(operands)
-    else:
-        d_log_decay = d_log_decay.to(operands.log_decay.dtype).contiguous()
+    if operands.log_decay is not None and d_log_decay is not None:
+        dtype = operands.log_decay.dtype
+        d_log_decay = d_log_decay.to(dtype, memory_format=torch.contiguous_format).contiguous()
     return dq, dk, dv, d_log_decay, d_initial
+
+
+def _backward_operator(*arguments: Any) -> tuple[Tensor, ...]:
+    """``_backward`` with something in place of a gradient that nobody wants: an operator's result cannot be None."""
+    dq, *grads = _backward(*arguments)
+    assert dq is not None
+    return dq, *(dq.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def _backward_fake(grad_output: Tensor | None, grad_final: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
     *tensors, _, _, needs_decay_grad = arguments
     operands = AdditiveOperands(*tensors)
-    d_log_decay = _nothing(operands)
+    d_log_decay = operands.q.new_empty(0)
     if needs_decay_grad and operands.log_decay is not None:
         d_log_decay = operands.log_decay.new_empty(operands.log_decay.shape)
     dq, dk, dv = (x.new_empty(x.shape) for x in operands[:3])
     return dq, dk, dv, d_log_decay, operands.empty_state()
-
-
-def _nothing(operands: AdditiveOperands) -> Tensor:
-    """In place of a gradient that nobody wants: an operator's result cannot be None."""
-    return operands.q.new_empty(0)
 
 
 def _recurrent(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -226,8 +229,11 @@ def _has_kernels(operands: AdditiveOperands) -> bool:
 
 
 def _kernels(operands: AdditiveOperands) -> ModuleType:
-    if not _has_kernels(operands):
-        return additive_torch
+    return _triton_kernels() if _has_kernels(operands) else additive_torch
+
+
+@cache  # the import statement takes a microsecond each time
+def _triton_kernels() -> ModuleType:
     from . import additive_triton
 
     return additive_triton
@@ -235,7 +241,10 @@ def _kernels(operands: AdditiveOperands) -> ModuleType:
 
 def _on_device(operands: AdditiveOperands) -> AbstractContextManager[object]:
     """Triton launches on the current device, whatever the tensors are on."""
-    return torch.cuda.device(operands.q.device) if operands.q.device.type == "cuda" else nullcontext()
+    device = operands.q.device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _register(name: str, schema: str, kernel: Any, fake: Any) -> None:
@@ -254,7 +263,7 @@ _register(
     "statemix::additive_scan_backward",
     f"(Tensor? grad_output, Tensor? grad_final, {_TENSORS}, Tensor[] saved, float scale, bool needs_decay_grad)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_log_decay, Tensor d_initial_state)",
-    _backward,
+    _backward_operator,
     _backward_fake,
 )
 _register(
