@@ -1,13 +1,14 @@
 """Run a recurrence: S_t = S_{t-1} M_t + w_t v_t k_t^T, o_t = scale * S_t q_t.
 
 ``recurrent`` is the definition: one token after another through ``Transition.apply``. ``chunk`` runs the normal form
-of ``Transition.lower`` as matrix products, in torch or by Triton's kernels. ``step`` is one token.
+of ``Transition.lower`` as matrix products. Triton's kernels run either from ``Transition.lower_factored``. ``step`` is
+one token.
 
 Shapes: B batch, T time, n writes a token, H key heads, HV value heads, K key_dim, V value_dim, N packed documents.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -16,10 +17,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from statemix.kernels import (
+    NormalForm,
     Segment,
     additive_rows,
     additive_scan,
     chunk_scan,
+    delta_recurrent_scan,
+    delta_rows,
+    delta_scan,
     expand_heads,
     merge_write,
     recurrent_scan,
@@ -79,7 +84,7 @@ def scan(
             offset give zeros.
         form: "recurrent" (the definition, any transition), "chunk" (needs ``transition.lower``), "parallel" (one chunk
             as long as the sequence, O(T^2) memory, for teaching and tests), "auto".
-        backend: "torch", "triton" (kernels for transitions without erasures), or "auto": Triton on a GPU where it can.
+        backend: "torch", "triton" (for transitions with a normal form), or "auto": Triton on a GPU where it can.
         chunk_size: tokens a chunk of the torch chunk form, a power of two from 16 to 128. Triton's kernels have their
             own in a table. No result depends on it.
         recompute: save memory: keep no states for the backward pass, which then computes them once more.
@@ -97,12 +102,12 @@ def scan(
     tensor([1., 2., 3.])
     """
     inputs = check_inputs(q, k, v, transition, write, initial_state, cu_seqlens, chunk_size)
-    chosen = choose(inputs, form, backend, q.device)
-    _check_what_can_be_read(inputs, chosen)
     scale = inputs.key_dim**-0.5 if scale is None else float(scale)
-    with torch.autocast(q.device.type, enabled=False):
-        if chosen.backend == "triton":
-            return _run_triton(inputs, chosen, scale=scale, recompute=recompute)
+    with _without_autocast(q.device.type):
+        chosen, lowered = choose(inputs, form, backend, q.device)
+        _check_what_can_be_read(inputs, chosen)
+        if lowered is not None:
+            return _run_triton(inputs, chosen, lowered, scale=scale, recompute=recompute)
         if recompute and torch.is_grad_enabled():
             results = checkpoint(
                 _run_torch, inputs, chosen, scale, chunk_size, use_reentrant=False, preserve_rng_state=False
@@ -131,7 +136,7 @@ def explain(
         device: where the arguments would be, if not where they are: tensors on the meta device serve to ask.
     """
     inputs = check_inputs(q, k, v, transition, write, initial_state, cu_seqlens, chunk_size)
-    return choose(inputs, form, backend, q.device if device is None else torch.device(device))
+    return choose(inputs, form, backend, q.device if device is None else torch.device(device)).explanation
 
 
 def step(
@@ -190,23 +195,31 @@ def _check_what_can_be_read(inputs: ScanInputs, chosen: Explanation) -> None:
         warn_of_swapped_axes(inputs)
 
 
-def _run_triton(inputs: ScanInputs, chosen: Explanation, *, scale: float, recompute: bool) -> ScanResult:
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Entering and leaving torch's context takes some 5 us, also where autocast is off already."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
+def _run_triton(
+    inputs: ScanInputs, chosen: Explanation, lowered: NormalForm, *, scale: float, recompute: bool
+) -> ScanResult:
     """The kernels; q, k and v keep their dtype."""
-    rows = additive_rows(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        inputs.transition.lower(),
-        write=inputs.write,
-        cu_seqlens=inputs.cu_seqlens,
-    )
-    initial = None if inputs.initial is None else inputs.initial.float()
-    operands = (rows.q, rows.k, rows.v, rows.log_decay, initial, rows.cu_seqlens)
-    if chosen.form == "recurrent":
+    q, k, v, write, cu_seqlens = inputs.q, inputs.k, inputs.v, inputs.write, inputs.cu_seqlens
+    initial, is_recurrent = None if inputs.initial is None else inputs.initial.float(), chosen.form == "recurrent"
+    if lowered.erase is not None:
+        rows = delta_rows(q, k, v, lowered, write=write, initial_state=initial, cu_seqlens=cu_seqlens)
+        if is_recurrent:
+            output, state = delta_recurrent_scan(rows.operands, scale=scale)
+        else:
+            output, state = delta_scan(rows.operands, scale=scale, recompute=recompute)
+        return ScanResult(rows.output(output), rows.state(state))
+    plain = additive_rows(q, k, v, lowered, write=write, cu_seqlens=cu_seqlens)
+    operands = (plain.q, plain.k, plain.v, plain.log_decay, initial, plain.cu_seqlens)
+    if is_recurrent:
         output, state = recurrent_scan(*operands, scale=scale)
     else:
         output, state = additive_scan(*operands, scale=scale, recompute=recompute)
-    return ScanResult(rows.tokens(output), state)
+    return ScanResult(plain.tokens(output), state)
 
 
 def _run_torch(inputs: ScanInputs, chosen: Explanation, scale: float, chunk_size: int) -> ScanResult:
