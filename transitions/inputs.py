@@ -6,7 +6,6 @@ Shapes: B batch, T time, n writes a token, H key heads, HV value heads, K key_di
 """
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -102,10 +101,10 @@ def check_inputs(
     """The arguments as ``ScanInputs``; raises ValueError naming the one that does not fit."""
     if not isinstance(transition, Transition):
         raise ValueError(f"transition: expected a Transition, got {type(transition).__name__}")
-    for name, x in {"q": q, "k": k, "v": v}.items():
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
-    for name, given in {"write": write, "initial_state": initial_state, "cu_seqlens": cu_seqlens}.items():
+    for name, given in (("write", write), ("initial_state", initial_state), ("cu_seqlens", cu_seqlens)):
         if given is not None and not isinstance(given, Tensor):
             raise ValueError(f"{name}: expected a tensor or None, got {type(given).__name__}")
     if q.ndim != 4 or 0 in q.shape:
@@ -113,27 +112,27 @@ def check_inputs(
     batch, seq_len, num_heads, key_dim = q.shape
     if k.ndim not in (4, 5) or 0 in k.shape:
         raise ValueError(f"k: expected [B, T, H, K] or [B, T, n, H, K], got {list(k.shape)}")
-    count = list(k.shape[2:-2])
-    _expect_shape("k", k, [batch, seq_len, *count, num_heads, key_dim])
+    count = tuple(k.shape[2:-2])
+    _expect_shape("k", k, (batch, seq_len, *count, num_heads, key_dim))
     if v.ndim != k.ndim or 0 in v.shape:
         raise ValueError(f"v: expected {k.ndim} axes as k has, got {list(v.shape)}")
     num_value_heads = v.shape[-2]
-    _expect_shape("v", v, [batch, seq_len, *count, num_value_heads, v.shape[-1]])
+    _expect_shape("v", v, (batch, seq_len, *count, num_value_heads, v.shape[-1]))
     if num_value_heads % num_heads:
         raise ValueError(
             f"v: expected value heads to be a multiple of the {num_heads} key heads, got {num_value_heads}"
         )
     if chunk_size not in (16, 32, 64, 128):
         raise ValueError(f"chunk_size: expected a power of two from 16 to 128, got {chunk_size}")
-    _check_dtypes(q, {"k": k, "v": v}, {"write": write, "initial_state": initial_state}, transition)
+    _check_dtypes(q, k, v, {"write": write, "initial_state": initial_state}, transition)
     if write is not None:
-        shape = [batch, seq_len, *count, num_value_heads]
-        _expect_shape("write", write, shape, shape + [transition.num_blocks])
+        shape = (batch, seq_len, *count, num_value_heads)
+        _expect_shape("write", write, shape, (*shape, transition.num_blocks))
     _check_fields(transition, (batch, seq_len, num_heads, num_value_heads, key_dim))
     _check_writes(transition, count[0] if count else 1)
     num_states = batch if cu_seqlens is None else _num_documents(cu_seqlens, q)
     if initial_state is not None:
-        _expect_shape("initial_state", initial_state, [num_states, num_value_heads, v.shape[-1], key_dim])
+        _expect_shape("initial_state", initial_state, (num_states, num_value_heads, v.shape[-1], key_dim))
     return ScanInputs(q, k, v, transition, write, initial_state, cu_seqlens)
 
 
@@ -176,47 +175,53 @@ def warn_of_swapped_axes(inputs: ScanInputs) -> None:
         )
 
 
-def _check_dtypes(q: Tensor, same: dict[str, Tensor], gates: dict[str, Tensor | None], transition: Transition) -> None:
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor | None], transition: Transition) -> None:
     if not q.dtype.is_floating_point:
         raise ValueError(f"q: expected a floating-point dtype, got {q.dtype}")
-    fields = {f"{type(transition).__name__}.{name}": x for name, x, _ in transition.tensors()}
-    for name, x in {**same, **gates, **fields}.items():
-        allowed = {q.dtype} if name in same else {q.dtype, torch.float32}
-        if x is not None and x.dtype not in allowed:
-            wanted = " or ".join(sorted(map(str, allowed)))
-            raise ValueError(f"{name}: expected {wanted} beside q of {q.dtype}, got {x.dtype}; cast it")
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device} as q has, got {x.device}; move it")
+    _expect_like(q, "k", k, q.dtype)
+    _expect_like(q, "v", v, q.dtype)
+    for name, gate in gates.items():
+        if gate is not None:
+            _expect_like(q, name, gate, q.dtype, torch.float32)
+    for name, x, _ in transition.tensors():
+        _expect_like(q, f"{type(transition).__name__}.{name}", x, q.dtype, torch.float32)
+
+
+def _expect_like(q: Tensor, name: str, x: Tensor, *dtypes: torch.dtype) -> None:
+    if x.dtype not in dtypes:
+        wanted = " or ".join(sorted(map(str, set(dtypes))))
+        raise ValueError(f"{name}: expected {wanted} beside q of {q.dtype}, got {x.dtype}; cast it")
+    if x.device != q.device:
+        raise ValueError(f"{name}: expected device {q.device} as q has, got {x.device}; move it")
 
 
 def _check_fields(transition: Transition, sizes: tuple[int, int, int, int, int], blocks: int = 0) -> None:
     """Every tensor of a transition has the shape of its kind, with an axis n after T where its erasures are n."""
-    key_dim = sizes[-1]
-    if isinstance(transition, BlockDiagonal) and key_dim % transition.blocks:
-        raise ValueError(f"blocks: expected a divisor of key_dim {key_dim}, got {transition.blocks}")
-    blocks = transition.num_blocks if isinstance(transition, BlockDiagonal) else blocks
-    count = _count(transition)
-    for name, kind in transition.layout():
+    if isinstance(transition, BlockDiagonal):
+        blocks = transition.num_blocks
+        if sizes[-1] % transition.blocks:
+            raise ValueError(f"blocks: expected a divisor of key_dim {sizes[-1]}, got {transition.blocks}")
+    layout = transition.layout()
+    keys = [getattr(transition, name) for name, kind in layout if kind is not None and kind.is_per_key_head]
+    count = tuple(keys[0].shape[2:-2]) if keys else ()  # (n,) where the keys have the axis n
+    for name, kind in layout:
         x = getattr(transition, name)
-        if isinstance(x, Transition):
-            _check_fields(x, sizes, blocks)
-        elif kind is not None:
-            shape = list(kind.shape(*sizes))
-            if kind.is_per_token and kind.high != 0:
-                shape[2:2] = count
-            allowed = [shape] if not blocks or kind.has_channels else [shape + [1], shape + [blocks]]
-            _expect_shape(f"{type(transition).__name__}.{name}", x, *allowed)
-
-
-def _count(transition: Transition) -> Sequence[int]:
-    """[n] where the keys of a transition have the axis n, else []."""
-    keys = [x for _, x, kind in transition.own_tensors() if kind.is_per_key_head]
-    return list(keys[0].shape[2:-2]) if keys else []
+        if kind is None:
+            if isinstance(x, Transition):
+                _check_fields(x, sizes, blocks)
+            continue
+        shape = kind.shape(*sizes)
+        if count and kind.is_per_token and kind.high != 0:
+            shape = (*shape[:2], *count, *shape[2:])
+        allowed = (shape,) if not blocks or kind.has_channels else ((*shape, 1), (*shape, blocks))
+        _expect_shape(f"{type(transition).__name__}.{name}", x, *allowed)
 
 
 def _check_writes(transition: Transition, num_writes: int) -> None:
+    if num_writes == 1:
+        return
     num_steps = len(transition.steps())
-    if num_writes in (1, num_steps) or (num_steps == 1 and transition.is_diagonal):
+    if num_writes == num_steps or (num_steps == 1 and transition.is_diagonal):
         return
     raise ValueError(
         f"k: expected {num_steps} writes a token or one, as {type(transition).__name__} takes {num_steps} steps, "
@@ -236,7 +241,7 @@ def _num_documents(cu_seqlens: Tensor, q: Tensor) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def _expect_shape(name: str, x: Tensor, *allowed: Sequence[int]) -> None:
-    if list(x.shape) not in [list(shape) for shape in allowed]:
+def _expect_shape(name: str, x: Tensor, *allowed: tuple[int, ...]) -> None:
+    if tuple(x.shape) not in allowed:
         wanted = " or ".join(str(list(shape)) for shape in allowed)
         raise ValueError(f"{name}: expected {wanted}, got {list(x.shape)}; the layout is [B, T, H, D]")
