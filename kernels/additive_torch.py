@@ -5,13 +5,12 @@ The chunk form, and for gradients autograd through it. Nothing is saved between 
 Shapes: as in ``additive_operands``.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from .additive_operands import AdditiveOperands
+from .by_autograd import gradients_by_autograd
 from .chunk import chunk_scan
 from .normal_form import MicroSteps
 
@@ -26,7 +25,9 @@ def additive_forward(
     dtype = operands.state_dtype
     initial = operands.empty_state().zero_() if initial_state is None else initial_state.to(dtype)
     decay = None if log_decay is None else log_decay.to(dtype)
-    output, final_state = _scan(q.to(dtype), k.to(dtype), v.to(dtype), initial, decay, cu_seqlens, scale=scale)
+    output, final_state = _scan(
+        q.to(dtype), k.to(dtype), v.to(dtype), initial, decay, cu_seqlens=cu_seqlens, scale=scale
+    )
     return output.to(q.dtype).contiguous(), final_state.contiguous(), []
 
 
@@ -38,20 +39,14 @@ def additive_backward(
     *,
     scale: float,
     needs_decay_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, log_decay (None unless wanted) and the initial state."""
     q, k, v, log_decay, initial_state, cu_seqlens = operands
-    dtype = operands.state_dtype
     initial = operands.empty_state().zero_() if initial_state is None else initial_state
-    given = [q, k, v, initial] if log_decay is None else [q, k, v, initial, log_decay]
-    with _recorded_by_autograd():
-        leaves = [x.detach().to(dtype).requires_grad_() for x in given]
-        decay = None if log_decay is None else leaves[4]
-        results = _scan(leaves[0], leaves[1], leaves[2], leaves[3], decay, cu_seqlens, scale=scale)
-        upstream = [grad_output.to(dtype), torch.zeros_like(results[1]) if grad_final is None else grad_final]
-        found = torch.autograd.grad(results, leaves, upstream, allow_unused=True, materialize_grads=True)
-    dq, dk, dv, d_initial, *rest = (grad.to(x.dtype).contiguous() for grad, x in zip(found, given, strict=True))
-    return dq, dk, dv, rest[0] if rest and needs_decay_grad else None, d_initial
+    scan, given = partial(_scan, cu_seqlens=cu_seqlens, scale=scale), (q, k, v, initial, log_decay)
+    grads = gradients_by_autograd(scan, given, grad_output, grad_final, dtype=operands.state_dtype)
+    dq, dk, dv, d_initial, d_log_decay = grads
+    return dq, dk, dv, d_log_decay if needs_decay_grad else None, d_initial
 
 
 def recurrent_forward(operands: AdditiveOperands, *, scale: float) -> tuple[Tensor, Tensor]:
@@ -60,24 +55,14 @@ def recurrent_forward(operands: AdditiveOperands, *, scale: float) -> tuple[Tens
     return output, final_state
 
 
-@contextmanager
-def _recorded_by_autograd() -> Iterator[None]:
-    """Autograd inside an operator's kernel: under a dispatch mode, such as opcheck's, it is switched off there."""
-    autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
-    included = torch._C._dispatch_tls_local_include_set()
-    excluded = torch._C._dispatch_tls_local_exclude_set() - autograd
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
-        yield
-
-
 def _scan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     initial: Tensor,
     log_decay: Tensor | None,
-    cu_seqlens: Tensor | None,
     *,
+    cu_seqlens: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     steps = MicroSteps(v.unsqueeze(2), None, k.unsqueeze(2), log_decay, reads_before_decay=False, blocks=1)
