@@ -1,0 +1,323 @@
+"""The operators of the delta family: registered as torch expects, differentiable, and traced whole."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from statemix.kernels import DeltaOperands, delta_op, delta_recurrent_scan, delta_scan
+from statemix.kernels.launch import recording
+from statemix.kernels.launch_config import FAMILIES, compile_for
+
+DECAYS = (None, "scalar", "diagonal")
+OPERATORS = torch.ops.statemix
+
+
+def draw(
+    decay: str | None,
+    *,
+    count: int = 1,
+    packed: bool = False,
+    absent: tuple[str, ...] = (),
+    reads_before_decay: bool = False,
+    seq_len: int = 19,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    heads: tuple[int, int, int, int] = (1, 4, 2, 4),
+    dims: tuple[int, int] = (8, 6),
+) -> DeltaOperands:
+    """Leaves that require gradients; ``heads`` are those of q, a, b and v."""
+    (num_queries, num_reads, num_keys, num_values), (key_dim, value_dim) = heads, dims
+    batch, num_states = (1, 4) if packed else (2, 2)
+    rows, lead = (batch, seq_len * count), (batch, seq_len, num_values)
+
+    def leaf(x: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+        return x.to(device, dtype).requires_grad_()
+
+    def unit(*shape: int) -> Tensor:
+        return leaf(F.normalize(torch.randn(*rows, *shape), dim=-1))
+
+    optional = {
+        "a": unit(num_reads, key_dim),
+        "rate": leaf(torch.rand(*rows, num_values), torch.float32),
+        "weight": leaf(torch.rand(*rows, num_values), torch.float32),
+        "initial_state": leaf(torch.randn(num_states, num_values, value_dim, key_dim), torch.float32),
+    }
+    optional |= dict.fromkeys(absent)
+    offsets = torch.tensor([0, 0, seq_len // 3, seq_len // 2, seq_len - 2], dtype=torch.int32, device=device)
+    decays = {"scalar": lead, "diagonal": (*lead, key_dim)}
+    return DeltaOperands(
+        q=leaf(torch.randn(batch, seq_len, num_queries, key_dim)),
+        a=optional["a"],
+        b=unit(num_keys, key_dim),
+        v=leaf(torch.randn(*rows, num_values, value_dim)),
+        rate=optional["rate"],
+        weight=optional["weight"],
+        log_decay=None if decay is None else leaf(-torch.rand(decays[decay]), torch.float32),
+        initial_state=optional["initial_state"],
+        cu_seqlens=offsets if packed else None,
+        reads_before_decay=reads_before_decay,
+    )
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "free_without_factors": {"absent": ("rate", "weight", "initial_state")},
+    "tied": {"absent": ("a",)},
+    "tied_without_weights": {"absent": ("a", "weight", "initial_state")},
+    "three_steps_packed": {"count": 3, "packed": True, "absent": ("a",)},
+    "free_two_steps_packed": {"count": 2, "packed": True, "absent": ("initial_state",)},
+    "reads_before": {"reads_before_decay": True},
+    "two_steps_read_before": {"count": 2, "reads_before_decay": True, "heads": (2, 1, 4, 4)},
+}
+
+
+def leaves(given: DeltaOperands) -> list[Tensor]:
+    return [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+
+
+def detached(given: DeltaOperands) -> DeltaOperands:
+    return DeltaOperands(*(x.detach() if isinstance(x, Tensor) else x for x in given))
+
+
+def definition(given: DeltaOperands, scale: float) -> tuple[Tensor, Tensor]:
+    """The equation of ``DeltaOperands`` row after row, in float64, with gradients."""
+    q, a, b, v, rate, weight, log_decay, initial, cu_seqlens = (
+        x if x is None or x.dtype == torch.int32 else x.double() for x in given[:-1]
+    )
+    num_heads, count = v.shape[2], given.num_steps
+    a = b if a is None else a
+    q, a, b = (x.repeat_interleave(num_heads // x.shape[2], dim=2) for x in (q, a, b))
+    a = a if rate is None else rate.unsqueeze(-1) * a
+    v = v if weight is None else weight.unsqueeze(-1) * v
+    if log_decay is None:
+        log_decay = q.new_zeros(1, 1, 1).expand(*q.shape[:2], num_heads)
+    decay = (log_decay if log_decay.ndim == 4 else log_decay.unsqueeze(-1)).exp()
+    initial = given.empty_state().double().zero_() if initial is None else initial
+    offsets = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    outputs, finals = [], []
+    for n, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        state = initial if cu_seqlens is None else initial[n : n + 1]
+        for t in range(start, end):
+            before, state = state, state * decay[:, t, :, None, :]
+            for row in range(t * count, (t + 1) * count):
+                read_from = before if given.reads_before_decay and row == t * count else state
+                u = v[:, row] - torch.einsum("bhvk,bhk->bhv", read_from, a[:, row])
+                state = state + u.unsqueeze(-1) * b[:, row].unsqueeze(-2)
+            outputs.append(scale * torch.einsum("bhvk,bhk->bhv", state, q[:, t]))
+        finals.append(state)
+    outputs += [torch.zeros_like(v[:, 0])] * (q.shape[1] - offsets[-1])
+    return torch.stack(outputs, dim=1), torch.cat(finals)
+
+
+def expect_definition(given: DeltaOperands, results: tuple[Tensor, Tensor], limits: tuple[float, float]) -> None:
+    """Results and every gradient, in norm, relative to float64 on the same inputs."""
+    exact = definition(given, 0.3)
+    upstream = [torch.randn_like(x) for x in results]
+    grads, exact_grads = (
+        torch.autograd.grad(r, leaves(given), [u.to(x.dtype) for u, x in zip(upstream, r, strict=True)])
+        for r in (results, exact)
+    )
+    for limit, got, wanted in ((limits[0], results, exact), (limits[1], grads, exact_grads)):
+        for x, y in zip(got, wanted, strict=True):
+            assert (x.double() - y).norm() <= limit * y.norm()
+    for grad, x in zip(grads, leaves(given), strict=True):
+        assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
+
+
+@pytest.mark.parametrize(("decay", "variant"), [*product(DECAYS, VARIANTS)])
+def test_results_and_gradients_are_those_of_the_definition(decay: str | None, variant: str) -> None:
+    given = draw(decay, **VARIANTS[variant])
+    expect_definition(given, delta_scan(given, scale=0.3), (2e-6, 2e-5))  # float32: sums of 100 products, solved
+    with torch.no_grad():
+        for x, y in zip(delta_recurrent_scan(given, scale=0.3), definition(given, 0.3), strict=True):
+            assert (x.double() - y).norm() <= 2e-6 * y.norm()
+
+
+def test_float64_is_exact() -> None:
+    given = draw("diagonal", count=2, packed=True, reads_before_decay=True, dtype=torch.float64)
+    expect_definition(given, delta_scan(given, scale=0.3), (1e-13, 1e-12))  # float64: eps 2e-16, some hundred sums
+
+
+def failures(operator: Any, *arguments: Any) -> dict[str, Any]:
+    checked = torch.library.opcheck(operator, arguments, raise_exception=False)
+    return {name: result for name, result in checked.items() if result != "SUCCESS"}
+
+
+def expect_opcheck(given: DeltaOperands) -> None:
+    has_decay = given.log_decay is not None
+    assert failures(OPERATORS.delta_scan.default, *given, 0.3, True) == {}
+    plain = detached(given)
+    output, final_state, saved = OPERATORS.delta_scan(*plain, 0.3, True)
+    grads = (output, final_state if given.initial_state is not None else None)
+    assert failures(OPERATORS.delta_scan_backward.default, *grads, *plain, saved, 0.3, has_decay) == {}
+    assert failures(OPERATORS.delta_scan_backward.default, None, final_state, *plain, saved, 0.3, False) == {}
+    assert failures(OPERATORS.delta_recurrent_scan.default, *plain, 0.3) == {}
+
+
+@pytest.mark.parametrize(
+    ("decay", "variant"),
+    [(None, "tied_without_weights"), ("scalar", "three_steps_packed"), ("diagonal", "reads_before")],
+)
+def test_opcheck_passes(decay: str | None, variant: str) -> None:
+    expect_opcheck(draw(decay, seq_len=6, **VARIANTS[variant]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_make(family: Any) -> None:
+    from statemix.kernels.delta_triton import delta_backward, delta_forward
+
+    def layout(tensors: Any) -> list[Any]:
+        return [(x.shape, x.stride(), x.dtype) for x in tensors]
+
+    sizes = product(DECAYS, ("free", "three_steps_packed", "tied_without_weights"), ((16, 24), (128, 64)), (4, 130))
+    for decay, variant, dims, seq_len in sizes:
+        given = draw(decay, dims=dims, seq_len=seq_len, dtype=torch.bfloat16, **VARIANTS[variant])
+        needs_decay_grad = decay is not None
+        with compile_for(family), torch.no_grad():
+            meta = DeltaOperands(*(x.to("meta") if isinstance(x, Tensor) else x for x in detached(given)))
+            with recording():
+                made = delta_forward(meta, scale=1.0, save=True)
+                grads = delta_backward(made[0], None, meta, made[2], scale=1.0, needs_decay_grad=needs_decay_grad)
+            with FakeTensorMode():
+                fakes = [
+                    torch.empty(x.shape, dtype=x.dtype, device="cuda") if isinstance(x, Tensor) else x for x in meta
+                ]
+                told = OPERATORS.delta_scan(*fakes, 1.0, True)
+                told_grads = OPERATORS.delta_scan_backward(told[0], None, *fakes, told[2], 1.0, needs_decay_grad)
+        assert layout((*told[:2], *told[2])) == layout((*made[:2], *made[2])), (decay, variant, dims, seq_len)
+        expected = [(torch.Size([0]), torch.bfloat16) if x is None else (x.shape, x.dtype) for x in grads]
+        assert [(x.shape, x.dtype) for x in told_grads] == expected, (decay, variant, dims, seq_len)
+
+
+def test_unrequested_gradients_are_none_and_requested_ones_do_not_depend_on_the_others() -> None:
+    given = draw("diagonal", count=2)
+    whole = torch.autograd.grad([x.sum() for x in delta_scan(given, scale=1.0)], leaves(given))
+    for i, grad in enumerate(whole):
+        tensors = [x.detach().requires_grad_(j == i) for j, x in enumerate(leaves(given))]
+        alone = DeltaOperands(*tensors, None, False)
+        torch.stack([x.sum() for x in delta_scan(alone, scale=1.0)]).sum().backward()
+        assert [x.grad is not None for x in tensors] == [j == i for j in range(8)]
+        torch.testing.assert_close(tensors[i].grad, grad)
+
+
+def test_a_loss_on_one_result_alone_has_gradients() -> None:
+    given = draw("scalar")
+    for which in (0, 1):
+        got = torch.autograd.grad(delta_scan(given, scale=0.3)[which].sum(), leaves(given), allow_unused=True)
+        wanted = torch.autograd.grad(definition(given, 0.3)[which].sum(), leaves(given), allow_unused=True)
+        for x, y in zip(got, wanted, strict=True):
+            torch.testing.assert_close(x, torch.zeros_like(x) if y is None else y.to(x.dtype), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_results_have_the_dtype_of_q_and_states_that_of_sums(dtype: torch.dtype) -> None:
+    given = draw("scalar", dtype=dtype)
+    output, final_state = delta_scan(given, scale=0.3)
+    assert output.dtype == dtype
+    assert final_state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.stack([output.sum().double(), final_state.sum().double()]).sum().backward()
+    assert [x.grad.dtype for x in leaves(given)] == [x.dtype for x in leaves(given)]  # type: ignore[union-attr]
+
+
+def test_a_second_derivative_is_refused_and_not_wrong() -> None:
+    given = draw(None)
+    output, _ = delta_scan(given, scale=0.3)
+    with pytest.raises(NotImplementedError, match="delta_scan has no second derivative; use backend='torch'"):
+        torch.autograd.grad(output.sum(), leaves(given)[0], create_graph=True)
+
+
+def test_tensors_are_saved_for_a_backward_pass_alone_and_not_to_be_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def forward(*arguments: Any, scale: float, save: bool) -> Any:
+        asked.append(save)
+        return delta_forward(*arguments, scale=scale, save=save)
+
+    delta_forward = delta_op.delta_torch.delta_forward
+    monkeypatch.setattr(delta_op.delta_torch, "delta_forward", forward)
+    given = draw("scalar")
+    delta_scan(given, scale=1.0)
+    delta_scan(given, scale=1.0, recompute=True)
+    delta_scan(detached(given), scale=1.0)
+    with torch.no_grad():
+        delta_scan(given, scale=1.0)
+    assert asked == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("decay", "variant"), [("scalar", "tied"), ("diagonal", "free_without_factors")])
+def test_a_compiler_takes_it_whole_and_again_for_other_lengths(decay: str, variant: str) -> None:
+    run_in_one_graph(decay, variant, torch.float32, "cpu")
+
+
+def run_in_one_graph(decay: str, variant: str, dtype: torch.dtype, device: str) -> None:
+    """Compiled equals eager for T = 128, 161, 1, with gradients, and at most one graph more is made for T = 1."""
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    def run(*given: Any) -> Any:
+        return delta_scan(DeltaOperands(*given), scale=0.3)
+
+    aot_eager = torch._dynamo.lookup_backend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=count)
+    for seq_len in (128, 161, 1, 128):
+        given = draw(decay, seq_len=seq_len, dtype=dtype, device=device, **VARIANTS[variant])
+        results = [run(*given), compiled(*given)]
+        upstream = [torch.randn_like(x) for x in results[0]]
+        grads = [torch.autograd.grad(r, leaves(given), upstream) for r in results]
+        for pair in (results, grads):
+            assert all(torch.equal(x, y) for x, y in zip(*pair, strict=True))
+    assert len(graphs) <= 2
+
+
+def test_a_compiler_takes_the_recurrent_form_whole() -> None:
+    given = detached(draw("diagonal", count=2))
+    compiled = torch.compile(
+        lambda *given: delta_recurrent_scan(DeltaOperands(*given), scale=0.3), fullgraph=True, backend="aot_eager"
+    )
+    for x, y in zip(compiled(*given), delta_recurrent_scan(given, scale=0.3), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("decay", "variant"), [*product(DECAYS, VARIANTS)])
+def test_on_a_gpu_results_and_gradients_are_those_of_the_definition(decay: str | None, variant: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        given = draw(decay, seq_len=150, dtype=dtype, device="cuda", dims=(64, 48), **VARIANTS[variant])
+        limits = (1e-5, 1e-4) if dtype == torch.float32 else (1e-2, 3e-2)  # 16-bit inputs of products: 2^-8, 2^-11
+        for recompute in (False, True):
+            expect_definition(given, delta_scan(given, scale=0.3, recompute=recompute), limits)
+        with torch.no_grad():
+            for x, y in zip(delta_recurrent_scan(given, scale=0.3), definition(given, 0.3), strict=True):
+                assert (x.double() - y).norm() <= limits[0] * y.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", DECAYS)
+def test_on_a_gpu_opcheck_passes(decay: str | None) -> None:
+    expect_opcheck(draw(decay, device="cuda"))  # a batch: chunks that packed documents leave unused stay unwritten
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("decay", "variant"), [("scalar", "tied"), ("diagonal", "free_without_factors")])
+def test_on_a_gpu_a_compiler_takes_it_whole_and_again_for_other_lengths(decay: str, variant: str) -> None:
+    run_in_one_graph(decay, variant, torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_cuda_graph_replays_it() -> None:
+    given = detached(draw("diagonal", packed=True, seq_len=150, dtype=torch.bfloat16, device="cuda", dims=(64, 64)))
+    wanted = delta_scan(given, scale=0.3)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = delta_scan(given, scale=0.3)
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(results, wanted, strict=True))
