@@ -56,7 +56,7 @@ def additive_rows(
     """
     assert form.erase is None
     k, v = _fold_write(k, v, write, dtype=q.dtype)
-    log_decay = _plain_decay(form.log_decay, (*q.shape[:2], v.shape[-2]), key_dim=q.shape[-1])
+    log_decay = plain_decay(form.log_decay, (*q.shape[:2], v.shape[-2]), key_dim=q.shape[-1])
     num_writes = 1 if k.ndim == 4 else k.shape[2]
     if k.ndim == 5:
         k, v = k.flatten(1, 2), v.flatten(1, 2)
@@ -79,7 +79,7 @@ def _fold_write(k: Tensor, v: Tensor, write: Tensor | None, *, dtype: torch.dtyp
     return (by_channel * expand_heads(k, v.shape[-2], dim=k.ndim - 2)).to(dtype), v
 
 
-def _plain_decay(log_decay: Tensor | None, lead: tuple[int, int, int], *, key_dim: int) -> Tensor | None:
+def plain_decay(log_decay: Tensor | None, lead: tuple[int, int, int], *, key_dim: int) -> Tensor | None:
     """Any log_decay of the normal form as None, [HV], [B, T, HV] or [B, T, HV, K]; ``lead`` is (B, T, HV)."""
     if log_decay is None or log_decay.ndim == 1:
         return log_decay

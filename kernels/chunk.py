@@ -51,7 +51,7 @@ def chunk_scan(
         layout = batch_layout(batch, seq_len, chunk_size)
     else:
         layout = packed_layout(cu_seqlens, seq_len, chunk_size)
-    state = _fold_key(initial_state, steps.blocks).movedim(-2, 2).flatten(1, 2)  # [N, H, V, K]
+    state = fold_key(initial_state, steps.blocks).movedim(-2, 2).flatten(1, 2)  # [N, H, V, K]
     output, state = _scan_chunks(*_rows_by_head(q * scale, steps, layout), state, layout, steps)
     output = layout.join(output.transpose(1, 2)).unflatten(2, (-1, steps.blocks)).sum(3)
     state = state.unflatten(1, (-1, steps.blocks)).movedim(2, -2).flatten(-2, -1)
@@ -68,7 +68,7 @@ def _rows_by_head(
         return layout.split(x.flatten(3, 4)).movedim(3, 1)
 
     def keys(x: Tensor) -> Tensor:
-        return by_head(_fold_key(expand_heads(x, num_value_heads, dim=3), blocks))
+        return by_head(fold_key(expand_heads(x, num_value_heads, dim=3), blocks))
 
     value = steps.value
     if value.ndim == 5:
@@ -76,7 +76,7 @@ def _rows_by_head(
     read = None if steps.read is None else keys(steps.read)
     log_decay = None
     if steps.log_decay is not None:
-        per_block = _decay_per_block(steps.log_decay, blocks, steps.key.shape[-1])
+        per_block = decay_per_block(steps.log_decay, blocks, steps.key.shape[-1])
         per_block = per_block.expand(*q.shape[:2], *per_block.shape[2:])
         log_decay = by_head(per_block.unsqueeze(2)).squeeze(3)
     return keys(q.unsqueeze(2)), by_head(value), read, keys(steps.key), log_decay
@@ -176,17 +176,17 @@ def _per_step(total: Tensor | None, layout: ChunkLayout) -> list[Tensor | None]:
     return list(total.unsqueeze(-2).split(layout.active))
 
 
-def _fold_key(x: Tensor, blocks: int) -> Tensor:
+def fold_key(x: Tensor, blocks: int) -> Tensor:
     """[..., K] -> [..., blocks, K / blocks]."""
     return x.unflatten(-1, (blocks, -1))
 
 
-def _decay_per_block(log_decay: Tensor, blocks: int, key_dim: int) -> Tensor:
+def decay_per_block(log_decay: Tensor, blocks: int, key_dim: int) -> Tensor:
     """Any log_decay of the normal form as [B or 1, T or 1, HV, blocks, 1 or K / blocks]."""
     if log_decay.ndim in (1, 3):
         log_decay = log_decay.unsqueeze(-1)
     if log_decay.ndim == 2:
-        log_decay = log_decay[None, None]
+        log_decay = log_decay.unsqueeze(0).unsqueeze(0)
     if log_decay.shape[-1] == key_dim and key_dim != 1:
-        return _fold_key(log_decay, blocks)
+        return fold_key(log_decay, blocks)
     return log_decay.expand(*log_decay.shape[:-1], blocks).unsqueeze(-1)

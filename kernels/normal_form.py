@@ -26,9 +26,9 @@ class NormalForm:
         erase: (a, b), a [B, T, HV, K] and b [B, T, H or HV, K], each with an axis m after T for m erasures a token.
         reads_before_decay: the first erasure of a token reads the state before its decay.
         blocks: M_t is block-diagonal with this many blocks of K / blocks.
-        rate: None, or r where ``erase`` is (c, b) with a = r c and c of H or HV heads: [B, T, HV], with the axis m where
-            c has it, and a last axis of size 1 or blocks where c has as many axes. One tensor in both places of
-            ``erase`` says that c is b; kernels then store neither r c nor b a second time.
+        rate: None, or r where ``erase`` is (c, b) with a = r c and c of H or HV heads. [B, T, HV], with the axis m if c
+            has it, and with a last axis of size 1 or blocks if it then has as many axes as c. One tensor in both
+            places of ``erase`` says that c is b: kernels then store neither r c nor b a second time.
     """
 
     log_decay: Tensor | None = None
@@ -81,8 +81,9 @@ def merge_write(form: NormalForm, k: Tensor, v: Tensor, write: Tensor | None) ->
         write: None for 1, [B, T, HV], or [B, T, n, HV]; with a last axis ``blocks`` when it differs between blocks.
 
     Raises:
-        NotImplementedError: the number of erasures a token is neither that of the writes nor met by a single write.
+        NotImplementedError: as ``num_micro_steps`` does.
     """
+    num_micro_steps(form, k)
     form, (value, keys) = form.multiplied(), _write_rows(k, v, write)
     if form.erase is None:
         return MicroSteps(value, None, keys, form.log_decay, False, form.blocks)
@@ -96,18 +97,26 @@ def merge_write(form: NormalForm, k: Tensor, v: Tensor, write: Tensor | None) ->
     return MicroSteps(value, read, keys, form.log_decay, form.reads_before_decay, form.blocks)
 
 
-def erase_then_write(erasures: Tensor, writes: Tensor) -> Tensor:
-    """Rows [B, T, m + n, ...] of a token from those of its m erasures and n writes, in the order they act.
+def num_micro_steps(form: NormalForm, k: Tensor) -> int:
+    """N, how many micro-steps a token of ``form`` with the writes along k takes.
 
     Raises:
-        NotImplementedError: m is not n, and n not 1.
+        NotImplementedError: the number of erasures a token is neither that of the writes nor met by a single write.
     """
-    num_erasures, num_writes = erasures.shape[2], writes.shape[2]
-    if num_erasures == num_writes:
+    num_writes = 1 if k.ndim == 4 else k.shape[2]
+    if form.erase is None or form.erase[1] is k:
+        return num_writes
+    num_erasures = with_rows(form.erase[1]).shape[2]
+    if num_writes not in (1, num_erasures):
+        raise NotImplementedError(f"erase: {num_erasures} erasures and {num_writes} writes a token have no normal form")
+    return num_erasures + num_writes
+
+
+def erase_then_write(erasures: Tensor, writes: Tensor) -> Tensor:
+    """Rows [B, T, m + n, ...] from m erasures and n = m writes, one after the other, or from m and then one write."""
+    if erasures.shape[2] == writes.shape[2]:
         return torch.stack((erasures, writes), dim=3).flatten(2, 3)
-    if num_writes == 1:
-        return torch.cat((erasures, writes), dim=2)
-    raise NotImplementedError(f"erase: {num_erasures} erasures and {num_writes} writes a token have no normal form")
+    return torch.cat((erasures, writes), dim=2)
 
 
 def zero_rows(x: Tensor, count: int) -> Tensor:

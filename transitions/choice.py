@@ -1,8 +1,8 @@
 """Which form runs a scan, on which backend, and why.
 
-Triton's kernels cover the additive family, every transition without an erasure: the chunk form with gradients, and the
-recurrent form for a few tokens without. On a GPU they are taken wherever they can be; an explicit choice runs or
-raises. Nothing here reads a tensor's values.
+Triton's kernels cover every transition with a normal form: the chunk form with gradients, and the recurrent form for a
+few tokens without. On a GPU they are taken wherever they can be; an explicit choice runs or raises. Nothing here reads
+a tensor's values.
 """
 
 from typing import Literal, NamedTuple
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from statemix.kernels import NormalForm, device_obstacle, merge_write, needs_gradient, size_obstacle
+from statemix.kernels import NormalForm, device_obstacle, needs_gradient, num_micro_steps, size_obstacle
 
 from .inputs import ScanInputs
 
@@ -30,7 +30,14 @@ class Explanation(NamedTuple):
     backend_reason: str
 
 
-def choose(inputs: ScanInputs, form: Form, backend: Backend, device: torch.device) -> Explanation:
+class Choice(NamedTuple):
+    """An explanation, and the normal form that the Triton kernels run; None for torch."""
+
+    explanation: Explanation
+    lowered: NormalForm | None = None
+
+
+def choose(inputs: ScanInputs, form: Form, backend: Backend, device: torch.device) -> Choice:
     """What runs ``inputs`` if they are on ``device``.
 
     Raises:
@@ -42,22 +49,23 @@ def choose(inputs: ScanInputs, form: Form, backend: Backend, device: torch.devic
     if form not in ("auto", "recurrent", "chunk", "parallel"):
         raise ValueError(f"form: expected 'auto', 'recurrent', 'chunk' or 'parallel', got {form!r}")
     if backend == "torch":
-        return _torch(inputs, form, "asked for")
+        return Choice(_torch(inputs, form, "asked for"))
     if backend == "auto" and device.type != "cuda":
-        return _torch(inputs, form, f"the tensors are on {_name(device)}")
-    obstacle = triton_obstacle(inputs, form, device)
-    if obstacle is None:
-        return _triton(inputs, form, "asked for" if backend == "triton" else "the tensors are on a GPU")
+        return Choice(_torch(inputs, form, f"the tensors are on {_name(device)}"))
+    lowered = _lowered_or_obstacle(inputs, form, device)
+    if isinstance(lowered, NormalForm):
+        backend_reason = "asked for" if backend == "triton" else "the tensors are on a GPU"
+        return Choice(_triton(inputs, form, lowered, backend_reason), lowered)
     if backend == "triton":
-        raise NotImplementedError(f"backend: 'triton' cannot run, {obstacle}; use 'torch' or 'auto'")
-    return _torch(inputs, form, f"not triton: {obstacle}")
+        raise NotImplementedError(f"backend: 'triton' cannot run, {lowered}; use 'torch' or 'auto'")
+    return Choice(_torch(inputs, form, f"not triton: {lowered}"))
 
 
-def triton_obstacle(inputs: ScanInputs, form: Form, device: torch.device) -> str | None:
-    """Why the Triton kernels cannot run ``inputs`` on ``device``; None where they can."""
+def _lowered_or_obstacle(inputs: ScanInputs, form: Form, device: torch.device) -> NormalForm | str:
+    """What the Triton kernels run on ``device``, or why they cannot. Lowering may cost a kernel: it is done once."""
     if form == "parallel":
         return "the parallel form is written in torch only"
-    obstacle = device_obstacle(device) or size_obstacle(inputs.q.dtype, inputs.key_dim, inputs.v.shape[-1])
+    obstacle = device_obstacle(device)
     if obstacle is not None:
         return obstacle
     if form == "recurrent" and _needs_gradient(inputs):
@@ -65,21 +73,21 @@ def triton_obstacle(inputs: ScanInputs, form: Form, device: torch.device) -> str
     if not torch.compiler.is_compiling() and _is_transformed():
         return "forward-mode and functorch derivatives are those of torch"
     try:
-        lowered = inputs.transition.lower()
+        lowered = inputs.transition.lower_factored()
+        num_micro_steps(lowered, inputs.k)
     except NotImplementedError as error:
         return str(error)
-    if lowered.erase is not None:
-        return f"{type(inputs.transition).__name__} erases, and the kernels cover transitions that do not"
-    return None
+    blocks = 1 if lowered.erase is None else lowered.blocks  # blocks that erase run as heads
+    return size_obstacle(inputs.q.dtype, inputs.key_dim // blocks, inputs.v.shape[-1]) or lowered
 
 
-def _triton(inputs: ScanInputs, form: Form, backend_reason: str) -> Explanation:
+def _triton(inputs: ScanInputs, form: Form, lowered: NormalForm, backend_reason: str) -> Explanation:
     if form == "recurrent" or form == "chunk":
         return Explanation(form, "triton", "asked for", backend_reason)
     if inputs.seq_len < SHORTEST_CHUNKED_TRITON and not _needs_gradient(inputs):
         reason = f"{inputs.seq_len} tokens are fewer than {SHORTEST_CHUNKED_TRITON}, without gradients"
         return Explanation("recurrent", "triton", reason, backend_reason)
-    return Explanation("chunk", "triton", "no erasure", backend_reason)
+    return Explanation("chunk", "triton", _direction(lowered, inputs.k), backend_reason)
 
 
 def _torch(inputs: ScanInputs, form: Form, backend_reason: str) -> Explanation:
@@ -87,8 +95,7 @@ def _torch(inputs: ScanInputs, form: Form, backend_reason: str) -> Explanation:
         return Explanation("recurrent", "torch", "asked for", backend_reason)
     try:
         lowered = inputs.transition.lower()
-        if lowered.erase is not None:
-            merge_write(lowered, inputs.k, inputs.v, inputs.write)
+        num_micro_steps(lowered, inputs.k)
     except NotImplementedError as error:
         if form != "auto":
             raise

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from statemix import explain, scan, step, validate
-from statemix.kernels import availability
+from statemix.kernels import NormalForm, availability
 from statemix.kernels.launch_config import compile_for
 from statemix.transitions import (
     BlockDiagonal,
@@ -18,6 +18,7 @@ from statemix.transitions import (
     Householder,
     Identity,
     Product,
+    Rate,
     ScalarGate,
     Transition,
     choice,
@@ -43,7 +44,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-ERASES = Householder(torch.zeros(B, T, H, K), torch.zeros(B, T, HV))
+class Rotation(Transition):
+    """A plugin without ``lower``."""
+
+    beta: Rate
+
+    def apply(self, state: Tensor) -> Tensor:
+        return state.roll(1, dims=-1)
+
+
+def erases(*count: int) -> Householder:
+    return Householder(torch.zeros(B, T, *count, H, K), torch.zeros(B, T, *count, HV))
 
 
 @pytest.mark.parametrize(
@@ -62,13 +73,13 @@ def test_triton_raises_with_the_reason_on_the_cpu(given: dict[str, Any], reason:
 @pytest.mark.parametrize(
     ("transition", "given", "reason"),
     [
-        (ERASES, {}, "Householder erases, and the kernels cover transitions that do not"),
-        (Product(Identity(), ERASES), {}, "Product erases"),
+        (Rotation(torch.zeros(B, T, HV)), {}, "Rotation has no normal form"),
+        (Product(erases(2), ScalarGate(torch.zeros(B, T, HV))), {}, "ScalarGate decays after Householder has erased"),
         (Identity(), {"q": torch.zeros(B, T, H, K, requires_grad=True), "form": "recurrent"}, "has no gradients"),
         (Identity(), {"v": torch.zeros(B, T, HV, 513)}, "heads have K = 6 and V = 513, more than 512"),
         (Identity(), {"q": torch.zeros(B, T, H, K).double()}, "q is float64, not float32, bfloat16 or float16"),
     ],
-    ids=["erases", "a product erases", "recurrent gradients", "wide heads", "float64"],
+    ids=["no normal form", "a gate after two erasures", "recurrent gradients", "wide heads", "float64"],
 )
 def test_elsewhere_triton_raises_with_the_reason_and_auto_takes_torch(
     monkeypatch: pytest.MonkeyPatch, transition: Transition, given: dict[str, Any], reason: str
@@ -134,6 +145,11 @@ TRANSITIONS = {
     "diagonal": lambda: DiagonalGate(torch.zeros(B, T, HV, K)),
     "product": lambda: Product(ScalarGate(torch.zeros(B, T, HV)), DiagonalGate(torch.zeros(B, T, HV, K))),
     "blocks": lambda: BlockDiagonal(ScalarGate(torch.zeros(B, T, HV, 3)), 3),
+    "erases": erases,
+    "scalar and erases": lambda: Product(ScalarGate(torch.zeros(B, T, HV)), erases()),
+    "diagonal and erases twice": lambda: Product(DiagonalGate(torch.zeros(B, T, HV, K)), erases(2)),
+    "erases before a gate": lambda: Product(erases(), DiagonalGate(torch.zeros(B, T, HV, K))),
+    "blocks that erase": lambda: BlockDiagonal(Product(FixedDecay(torch.zeros(HV)), erases()), 3),
 }
 
 
@@ -150,6 +166,35 @@ def test_on_a_gpu_nothing_is_read_outside_validate(name: str, dtype: torch.dtype
         assert (list(state.shape), state.dtype, state.device.type) == ([3, HV, V, K], torch.float32, "cuda")
     with validate(), pytest.raises(DataDependentOutputException):
         scan(**given)
+
+
+def test_heads_are_as_wide_as_a_block_where_blocks_erase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "device_obstacle", lambda device: None)
+    key, rate = torch.zeros(B, T, H, 1024), torch.zeros(B, T, HV)
+    for blocks, backend in ((1, "torch"), (2, "triton")):
+        given = arguments(BlockDiagonal(Householder(key, rate), blocks), q=key, k=key)
+        assert explain(**given, device="cuda").backend == backend
+
+
+def test_the_direction_that_is_erased_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "device_obstacle", lambda device: None)
+    given = arguments(erases())
+    assert explain(**given, device="cuda").reason == "erases along a direction of its own, then writes"
+    assert explain(**given | {"k": given["transition"].direction}, device="cuda").reason == "erases along the write key"
+    assert explain(**arguments(), device="cuda").reason == "no erasure"
+
+
+def test_what_triton_runs_is_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(Identity):
+        def lower(self) -> NormalForm:
+            calls.append(1)
+            return super().lower()
+
+    calls: list[int] = []
+    monkeypatch.setattr(choice, "device_obstacle", lambda device: None)
+    with compile_for("sm_90"), FakeTensorMode(), torch.device("cuda"):
+        scan(**arguments(Counted()))
+    assert len(calls) == 1
 
 
 @pytest.mark.usefixtures("gpu")

@@ -1,0 +1,152 @@
+"""A scan with erasures as the rows that the kernels of the delta family take; see ``delta_operands``.
+
+An erasure along the write key shares its row with the write: a and b are k itself where the normal form holds a rate
+beside them, and nothing is multiplied or copied. Any other direction takes two rows, first the erasure (v = 0), then
+the write (a rate of 0). Blocks of K become heads of K / blocks channels, of which each has the value of its head, and
+their read-outs are summed: value head h has the heads h blocks to (h + 1) blocks - 1. ``merge_write`` is the same for
+the torch forms.
+
+Shapes: B batch, T time, n micro-steps a token, R = T n rows, H key heads, HV value heads, K key_dim, V value_dim.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .additive_rows import plain_decay
+from .chunk import decay_per_block, fold_key
+from .delta_operands import DeltaOperands
+from .normal_form import NormalForm, equal_heads, erase_then_write, expand_heads, num_micro_steps, with_rows, zero_rows
+
+
+class DeltaRows(NamedTuple):
+    """Operands of the kernels, and how to get back from their results.
+
+    Attributes:
+        operands: blocks as heads.
+        blocks: how many.
+    """
+
+    operands: DeltaOperands
+    blocks: int
+
+    def output(self, output: Tensor) -> Tensor:
+        """[B, T, HV, V] from the kernels' output."""
+        return output if self.blocks == 1 else output.unflatten(2, (-1, self.blocks)).sum(3)
+
+    def state(self, state: Tensor) -> Tensor:
+        """[N, HV, V, K] from the kernels' final state."""
+        return state if self.blocks == 1 else state.unflatten(1, (-1, self.blocks)).movedim(2, -2).flatten(-2, -1)
+
+
+class _Rows(NamedTuple):
+    """Rows of one token after another.
+
+    Attributes:
+        read: a, [B, T, n, H or HV, K], or None for b itself.
+        key: b, [B, T, n, H or HV, K].
+        value: v, [B, T, n, HV, V].
+        rate, weight: [B, T, n, HV, 1 or blocks], or None for 1.
+    """
+
+    read: Tensor | None
+    key: Tensor
+    value: Tensor
+    rate: Tensor | None
+    weight: Tensor | None
+
+
+def delta_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    form: NormalForm,
+    *,
+    write: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> DeltaRows:
+    """Reduce a scan with erasures; nothing is copied for erasures along the write key with a rate, without blocks.
+
+    Args:
+        q: [B, T, H, K].
+        k: [B, T, H, K] or [B, T, n, H, K].
+        v: [B, T, HV, V] or [B, T, n, HV, V].
+        form: with an erasure.
+        write: None, [B, T, HV] or [B, T, n, HV], with a last axis of blocks where they differ.
+        initial_state: [N, HV, V, K], or None.
+        cu_seqlens: [N + 1], or None.
+
+    Raises:
+        NotImplementedError: as ``num_micro_steps`` does.
+    """
+    num_micro_steps(form, k)
+    rows, blocks = _rows(k, v, form, write, dtype=q.dtype), form.blocks
+    num_heads = v.shape[-2]
+    log_decay = _decay(form.log_decay, (*q.shape[:2], num_heads), key_dim=q.shape[-1], blocks=blocks)
+    value = rows.value.flatten(1, 2)
+    if blocks > 1:
+        value = value.unsqueeze(3).expand(-1, -1, -1, blocks, -1).flatten(2, 3)
+        if initial_state is not None:
+            initial_state = fold_key(initial_state, blocks).movedim(-2, 2).flatten(1, 2)
+
+    def keys(x: Tensor) -> Tensor:  # [B, R, heads, K] -> [B, R, heads, K / blocks]
+        return x if blocks == 1 else fold_key(expand_heads(x, num_heads, dim=2), blocks).flatten(2, 3)
+
+    def factor(x: Tensor | None) -> Tensor | None:  # [B, T, n, HV, 1 or blocks] -> [B, R, heads]
+        return None if x is None else x.expand(*x.shape[:-1], blocks).flatten(3, 4).flatten(1, 2)
+
+    operands = DeltaOperands(
+        keys(q),
+        None if rows.read is None else keys(rows.read.flatten(1, 2)),
+        keys(rows.key.flatten(1, 2)),
+        value,
+        factor(rows.rate),
+        factor(rows.weight),
+        log_decay,
+        initial_state,
+        cu_seqlens,
+        form.reads_before_decay,
+    )
+    return DeltaRows(operands, blocks)
+
+
+def _rows(k: Tensor, v: Tensor, form: NormalForm, write: Tensor | None, *, dtype: torch.dtype) -> _Rows:
+    assert form.erase is not None
+    read, direction = form.erase
+    is_tied, rate = read is direction, _with_axes(form.rate, read)
+    weight = _with_axes(write, k)
+    read, key, value = with_rows(read).to(dtype), with_rows(k), with_rows(v)
+    if direction is k:
+        return _Rows(None if is_tied else read, key, value, rate, weight)
+
+    key, direction = equal_heads(key, with_rows(direction).to(dtype))
+    num_erasures, num_writes = direction.shape[2], key.shape[2]
+    key_rows, value = erase_then_write(direction, key), erase_then_write(zero_rows(value, num_erasures), value)
+    if weight is not None:
+        weight = erase_then_write(zero_rows(weight, num_erasures), weight)
+    if rate is None and is_tied:
+        rate = read.new_ones(*direction.shape[:3], v.shape[-2], 1)
+    if rate is not None:
+        rate = erase_then_write(rate, zero_rows(rate, num_writes))
+    read_rows = None if is_tied else erase_then_write(read, zero_rows(read, num_writes))
+    return _Rows(read_rows, key_rows, value, rate, weight)
+
+
+def _with_axes(x: Tensor | None, keys: Tensor) -> Tensor | None:
+    """A rate or a write, with the axes that belong to ``keys``, as [B, T, n, HV, 1 or blocks]."""
+    if x is None:
+        return None
+    x = x if x.ndim == keys.ndim else x.unsqueeze(-1)
+    return with_rows(x)
+
+
+def _decay(log_decay: Tensor | None, lead: tuple[int, int, int], *, key_dim: int, blocks: int) -> Tensor | None:
+    """Any log_decay of the normal form as None, [B, T, heads] or [B, T, heads, K / blocks]; ``lead`` is (B, T, HV)."""
+    if blocks == 1 or log_decay is None:
+        plain = plain_decay(log_decay, lead, key_dim=key_dim)
+        return plain if plain is None or plain.ndim > 1 else plain.expand(lead)
+    by_head = decay_per_block(log_decay, blocks, key_dim)
+    by_head = by_head.expand(*lead, *by_head.shape[3:]).flatten(2, 3)
+    return by_head.squeeze(-1) if by_head.shape[-1] == 1 else by_head
