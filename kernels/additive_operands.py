@@ -33,6 +33,10 @@ class AdditiveOperands(NamedTuple):
         """float32, or float64 for float64 inputs."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
+    def empty_output(self) -> Tensor:
+        """[B, T, HV, V] in the dtype of q, unwritten."""
+        return self.v.new_empty(self.v.shape)
+
     def empty_state(self) -> Tensor:
         """[N, HV, V, K], unwritten."""
         num_states = self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1

@@ -8,7 +8,7 @@
 ``cu_seqlens`` last among them, then plain values. Arguments are taken as they are: ``scan`` checks and reduces them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,7 +48,7 @@ class Recurrent(Protocol):
     def __call__(self, operands: Any, *, scale: float) -> tuple[Tensor, Tensor]: ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ScanOperators:
     """The operators of one family, and the scans that call them.
 
@@ -70,35 +70,42 @@ class ScanOperators:
     recurrent: Recurrent
     saved_like: Callable[[Any], list[Tensor]]
 
+    def __post_init__(self) -> None:
+        fields: tuple[str, ...] = self.operands._fields
+        self.num_differentiable = fields.index("cu_seqlens")
+        self.num_tensors = self.num_differentiable + 1
+        self.decay = fields.index("log_decay")
+
     def scan(self, operands: Any, *, scale: float, recompute: bool) -> tuple[Tensor, Tensor]:
         """Output [B, T, HV, V] in the dtype of q and final state [N, HV, V, K], with gradients to every tensor.
 
         Raises:
             NotImplementedError: in a backward pass with create_graph=True; there is no second derivative.
         """
-        has_backward = needs_gradient(*self._tensors(operands))
-        arguments = (*operands, scale, has_backward and not recompute)
-        if is_traced(*operands):
-            output, final_state, _ = getattr(torch.ops.statemix, self.name)(*arguments)
+        has_backward = needs_gradient(operands[: self.num_tensors])
+        save = has_backward and not recompute
+        if is_traced(operands):
+            output, final_state, _ = getattr(torch.ops.statemix, self.name)(*operands, scale, save)
         elif has_backward:
-            output, final_state = _EagerScan.apply(self, *arguments)  # type: ignore[no-untyped-call]
+            output, final_state = _EagerScan.apply(self, *operands, scale, save)  # type: ignore[no-untyped-call]
         else:
-            output, final_state, _ = self._forward(*arguments)
+            with on_device(operands.q):
+                output, final_state, _ = self.forward(operands, scale=scale, save=False)
         return output, final_state
 
     def recurrent_scan(self, operands: Any, *, scale: float) -> tuple[Tensor, Tensor]:
         """``scan`` one token after another: faster for a few tokens, and without gradients."""
-        assert not needs_gradient(*self._tensors(operands))
-        if is_traced(*operands):
+        assert not needs_gradient(operands[: self.num_tensors])
+        if is_traced(operands):
             output, final_state = getattr(torch.ops.statemix, self.recurrent_name)(*operands, scale)
         else:
-            output, final_state = self._recurrent(*operands, scale)
+            with on_device(operands.q):
+                output, final_state = self.recurrent(operands, scale=scale)
         return output, final_state
 
     def register(self) -> None:
         """Define the operators."""
-        fields = self._tensors(self.operands._fields)
-        grads = ", ".join(f"Tensor d_{name}" for name in fields[:-1])
+        grads = ", ".join(f"Tensor d_{name}" for name in self.operands._fields[: self.num_differentiable])
         _register(
             self.name,
             f"({self.schema}, float scale, bool save) -> (Tensor output, Tensor final_state, Tensor[] saved)",
@@ -122,11 +129,10 @@ class ScanOperators:
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         """Keep what ``gradients`` needs."""
-        *operands, ctx.scale, _ = inputs
-        tensors = self._tensors(operands)
-        ctx.values = operands[len(tensors) :]
+        num_tensors = self.num_tensors
+        ctx.values, ctx.scale = inputs[num_tensors:-2], inputs[-2]
         ctx.set_materialize_grads(False)  # what is saved is an output too: its gradient would be zeros as large
-        ctx.save_for_backward(*tensors, *output[2])
+        ctx.save_for_backward(*inputs[:num_tensors], *output[2])
 
     def gradients(
         self,
@@ -142,26 +148,11 @@ class ScanOperators:
             raise NotImplementedError(f"create_graph: {self.name} has no second derivative; use backend='torch'")
         if grad_output is None and grad_final is None:
             return (None,) * len(is_wanted)
-        tensors = ctx.saved_tensors  # once: a checkpoint refuses to hand them out twice
-        num_operands = self._num_tensors
-        operands, saved = tensors[:num_operands], list(tensors[num_operands:])
-        wants_decay = is_wanted[self._decay]
+        tensors, num_tensors = ctx.saved_tensors, self.num_tensors  # once: a checkpoint refuses to hand them out twice
+        operands, saved, wants_decay = tensors[:num_tensors], list(tensors[num_tensors:]), is_wanted[self.decay]
         grads = backward(grad_output, grad_final, *operands, *ctx.values, saved, ctx.scale, wants_decay)
         found = [grad if wanted else None for grad, wanted in zip(grads, is_wanted, strict=False)]
-        return *found, *(None for _ in is_wanted[len(found) :])
-
-    @property
-    def _num_tensors(self) -> int:
-        index: int = self.operands._fields.index("cu_seqlens")
-        return index + 1
-
-    @property
-    def _decay(self) -> int:
-        index: int = self.operands._fields.index("log_decay")
-        return index
-
-    def _tensors(self, operands: Any) -> Any:
-        return operands[: self._num_tensors]
+        return (*found, *(None,) * (len(is_wanted) - len(found)))
 
     def _forward(self, *arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
         *given, scale, save = arguments
@@ -202,9 +193,9 @@ class ScanOperators:
     ) -> tuple[Tensor, ...]:
         *given, _, _, needs_decay_grad = arguments
         operands = self.operands(*given)
-        like: list[Tensor | None] = [*operands[: self._num_tensors - 2], operands.empty_state()]
+        like: list[Tensor | None] = [*operands[: self.num_differentiable - 1], operands.empty_state()]
         if not needs_decay_grad:
-            like[self._decay] = None
+            like[self.decay] = None
         return tuple(operands.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in like)
 
     def _recurrent(self, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -234,7 +225,7 @@ class _EagerScan(torch.autograd.Function):
         return None, *operators.gradients(ctx, *grads, is_wanted=is_wanted, backward=operators._backward)
 
 
-def needs_gradient(*tensors: Tensor | None) -> bool:
+def needs_gradient(tensors: Iterable[Tensor | None]) -> bool:
     """A backward pass through one of these tensors can follow."""
     if torch.is_grad_enabled():
         for x in tensors:
@@ -243,7 +234,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return False
 
 
-def is_traced(*operands: Tensor | bool | None) -> bool:
+def is_traced(operands: Iterable[Tensor | bool | None]) -> bool:
     """A compiler, a dispatch mode or a subclass of tensors watches: it must see an operator.
 
     Otherwise the kernels are called at once. An operator with gradients takes some 0.1 ms more of Python, longer than

@@ -116,7 +116,7 @@ def _direction(lowered: NormalForm, k: Tensor) -> str:
 
 def _needs_gradient(inputs: ScanInputs) -> bool:
     fields = (x for _, x, _ in inputs.transition.tensors())
-    return needs_gradient(inputs.q, inputs.k, inputs.v, inputs.write, inputs.initial, *fields)
+    return needs_gradient((inputs.q, inputs.k, inputs.v, inputs.write, inputs.initial, *fields))
 
 
 def _is_transformed() -> bool:
