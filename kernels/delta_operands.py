@@ -61,11 +61,13 @@ class DeltaOperands(NamedTuple):
     def cast(self, dtype: torch.dtype) -> "DeltaOperands":
         """Every tensor but the offsets in ``dtype``."""
         *tensors, cu_seqlens, reads_before_decay = self
-        return DeltaOperands(*(None if x is None else x.to(dtype) for x in tensors), cu_seqlens, reads_before_decay)
+        return DeltaOperands._make(
+            [*(None if x is None else x.to(dtype) for x in tensors), cu_seqlens, reads_before_decay]
+        )
 
     def contiguous(self) -> "DeltaOperands":
         *tensors, reads_before_decay = self
-        return DeltaOperands(*(None if x is None else x.contiguous() for x in tensors), reads_before_decay)
+        return DeltaOperands._make([*(None if x is None else x.contiguous() for x in tensors), reads_before_decay])
 
 
 class DeltaGradients(NamedTuple):

@@ -35,10 +35,10 @@ def delta_backward(
     tensors[-1] = _initial_state(operands)
 
     def scan(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _scan(DeltaOperands(*tensors, cu_seqlens, reads_before_decay), scale=scale)  # type: ignore[arg-type]
+        return _scan(DeltaOperands._make([*tensors, cu_seqlens, reads_before_decay]), scale=scale)
 
-    dtype = operands.state_dtype
-    grads = DeltaGradients(*gradients_by_autograd(scan, tensors, grad_output, grad_final, dtype=dtype))  # type: ignore[arg-type]
+    found = gradients_by_autograd(scan, tensors, grad_output, grad_final, dtype=operands.state_dtype)
+    grads = DeltaGradients._make(found)
     return grads if needs_decay_grad else grads._replace(log_decay=None)
 
 
