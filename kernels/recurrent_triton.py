@@ -1,28 +1,49 @@
-"""The recurrence itself, one token after another, forward only: for short prompts, decoding, and comparison.
+"""The recurrences themselves, one token after another, forward only: for short prompts, decoding, and comparison.
 
-    S <- S Diag(d_t) + v_t k_t^T        o_t = scale * S q_t
+    additive   S <- S Diag(d_t) + v_t k_t^T                                                       o_t = scale * S q_t
+    delta      S <- S Diag(d_t);  u_r = w_r v_r - r_r S a_r,  S <- S + u_r b_r^T for each row r;  o_t = scale * S q_t
 
-Work split: one program a (block of V, head, sequence); the state is a float32 tile [BLOCK_V, K] in registers. Bytes a
-token and head: q, k, v, o and the gate once each, q and k again for every block of V; no tensor core is used, so long
-prompts belong to the chunk form. Shapes: B T HV K V. Oracle: ``scan(form="recurrent")``.
+One kernel runs both: additive is one row a token, b = k, that erases nothing. Under READS_BEFORE_DECAY the first row
+of a token reads the state from before its decay.
+
+Work split: one program a (block of V, head, sequence); the state is a float32 tile [BLOCK_V, K] in registers. No tensor
+core is used, so long prompts belong to the chunk form. Shapes: B T HV K V, N sequences, n rows a token.
+
+Bytes a token and head, for elements of e bytes. Floor, every tensor once: e (1 + n) (K + V), e n K more for an a of its
+own, 4 n each for rate and weight, 4 or 4 K for the gate. Every block of V asks for all but v and o again, and every
+value head for the q, a and b that it shares; those programs are neighbours, so a cache can answer. For bfloat16, n = 1,
+a = b, K = V = 128, rate, weight and a scalar gate: floor 1036, asked for 2608. The state is read and written once a
+sequence, at its floor of 8 K V = 131072, which is 99% of the bytes when decoding.
+
+Oracle: ``scan(form="recurrent")`` for additive, ``oracle`` in ``tests/kernels/interpreted_delta.py`` for delta.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .additive_operands import AdditiveOperands
+from .delta_operands import DeltaOperands
 from .launch import launch
-from .spans import batch_spans, ceil_div, power_of_2_from, whole_documents
-from .tile_triton import DIAGONAL, FIXED, LOG2_E, SCALAR, decay_kind, locate
+from .spans import Spans, ceil_div, power_of_2_from, whole_documents
+from .tile_triton import DIAGONAL, FIXED, LOG2_E, NO_DECAY, SCALAR, decay_kind, locate
+
+
+@triton.jit
+def _load_row(ptr, row, head, columns, mask, HEADS: tl.constexpr, HV: tl.constexpr, WIDTH: tl.constexpr):
+    """What value head ``head`` takes of a row of a [rows, HEADS, WIDTH] array, float32; 0 past WIDTH."""
+    first = (row * HEADS + head // (HV // HEADS)) * WIDTH
+    return tl.load(ptr + first + columns, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["T", "spans_per_seq"])
 def _recurrent_kernel(
     q_ptr,  # [tokens, HQ, K]
-    k_ptr,  # [tokens, HK, K]
-    v_ptr,  # [tokens, HV, V]
+    a_ptr,  # [tokens * n, HA, K], or None for b
+    b_ptr,  # [tokens * n, HB, K]
+    v_ptr,  # [tokens * n, HV, V]
+    rate_ptr,  # [tokens * n, HV], or None for 1
+    weight_ptr,  # [tokens * n, HV], or None for 1
     log_decay_ptr,  # None | [HV] | [tokens, HV] | [tokens, HV, K]
     initial_ptr,  # [N, HV, V, K] float32, or None
     output_ptr,  # [tokens, HV, V]
@@ -32,13 +53,17 @@ def _recurrent_kernel(
     T,
     spans_per_seq,
     HQ: tl.constexpr,
-    HK: tl.constexpr,
+    HA: tl.constexpr,
+    HB: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    NUM_STEPS: tl.constexpr,  # n
     DECAY: tl.constexpr,
+    ERASES: tl.constexpr,
+    READS_BEFORE_DECAY: tl.constexpr,
 ):
     BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
@@ -58,17 +83,32 @@ def _recurrent_kernel(
         decay = tl.exp2(tl.load(log_decay_ptr + head).to(tl.float32) * LOG2_E)
     for i in range((end - start).to(tl.int32)):
         token = start + i
-        q = tl.load(q_ptr + (token * HQ + head // (HV // HQ)) * K + columns, mask=mask, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + (token * HK + head // (HV // HK)) * K + columns, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + (token * HV + head) * V + v_columns, mask=mask_v, other=0.0).to(tl.float32)
-        if DECAY == FIXED:
-            state *= decay
-        elif DECAY == SCALAR:
-            state *= tl.exp2(tl.load(log_decay_ptr + token * HV + head).to(tl.float32) * LOG2_E)
+        q = _load_row(q_ptr, token, head, columns, mask, HQ, HV, K)
+        if DECAY == SCALAR:
+            decay = tl.exp2(tl.load(log_decay_ptr + token * HV + head).to(tl.float32) * LOG2_E)
         elif DECAY == DIAGONAL:
-            gate = tl.load(log_decay_ptr + (token * HV + head) * K + columns, mask=mask, other=0.0)
-            state *= tl.exp2(gate.to(tl.float32) * LOG2_E)[None, :]
-        state += v[:, None] * k[None, :]
+            decay = tl.exp2(_load_row(log_decay_ptr, token, head, columns, mask, HV, HV, K) * LOG2_E)[None, :]
+        read = state  # what the first row of the token reads
+        if DECAY != NO_DECAY:
+            state *= decay
+        if not READS_BEFORE_DECAY:
+            read = state
+        for step in tl.static_range(NUM_STEPS):
+            row = token * NUM_STEPS + step
+            b = _load_row(b_ptr, row, head, columns, mask, HB, HV, K)
+            u = _load_row(v_ptr, row, head, v_columns, mask_v, HV, HV, V)
+            if weight_ptr is not None:
+                u *= tl.load(weight_ptr + row * HV + head).to(tl.float32)
+            if ERASES:
+                a = b
+                if a_ptr is not None:
+                    a = _load_row(a_ptr, row, head, columns, mask, HA, HV, K)
+                erased = tl.sum(read * a[None, :], axis=1)
+                if rate_ptr is not None:
+                    erased *= tl.load(rate_ptr + row * HV + head).to(tl.float32)
+                u -= erased
+            state += u[:, None] * b[None, :]
+            read = state
         output = tl.sum(state * q[None, :], axis=1) * scale
         tl.store(output_ptr + (token * HV + head) * V + v_columns, output.to(output_ptr.dtype.element_ty), mask=mask_v)
     tl.store(final_ptr + state_offset, state, mask=mask_state)
@@ -76,19 +116,33 @@ def _recurrent_kernel(
 
 def recurrent_forward(operands: AdditiveOperands, *, scale: float) -> tuple[Tensor, Tensor]:
     """Output [B, T, HV, V] in the dtype of q, final state [N, HV, V, K] float32."""
-    q, k, v, log_decay, initial_state, cu_seqlens = operands.contiguous()
-    (batch, seq_len, heads, value_dim), key_dim = v.shape, q.shape[-1]
-    spans = batch_spans(batch, seq_len, seq_len) if cu_seqlens is None else whole_documents(cu_seqlens, seq_len, 16)
-    make = torch.empty_like if cu_seqlens is None else torch.zeros_like
-    output = make(v)
-    final = operands.empty_state()
+    q, k, v, log_decay, initial_state, cu_seqlens = operands
+    rows = DeltaOperands(q, None, k, v, None, None, log_decay, initial_state, cu_seqlens, False)
+    return _forward(rows, scale=scale, erases=False)
+
+
+def delta_recurrent_forward(operands: DeltaOperands, *, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [B, T, HV, V] in the dtype of q, final state [N, HV, V, K] float32."""
+    return _forward(operands, scale=scale, erases=True)
+
+
+def _forward(operands: DeltaOperands, *, scale: float, erases: bool) -> tuple[Tensor, Tensor]:
+    q, a, b, v, rate, weight, log_decay, initial_state, cu_seqlens, reads_before_decay = operands.contiguous()
+    (batch, seq_len, _, key_dim), (heads, value_dim) = q.shape, v.shape[2:]
+    if cu_seqlens is None:
+        spans = Spans(seq_len, seq_len, per_sequence=1, count=batch)
+    else:
+        spans = whole_documents(cu_seqlens, seq_len, 16)
+    output, final = operands.empty_output(), operands.empty_state()
+    if cu_seqlens is not None:
+        output.zero_()  # no program has the rows after the last document
     block_k = max(16, power_of_2_from(key_dim))
     block_v = max(1, min(power_of_2_from(value_dim), 4096 // block_k))
     launch(
         _recurrent_kernel,
         (spans.count * heads * ceil_div(value_dim, block_v),),
         (
-            *(q, k, v, log_decay, initial_state),
+            *(q, a, b, v, rate, weight, log_decay, initial_state),
             output,
             final,
             spans.table,
@@ -98,13 +152,17 @@ def recurrent_forward(operands: AdditiveOperands, *, scale: float) -> tuple[Tens
         ),
         {
             "HQ": q.shape[2],
-            "HK": k.shape[2],
+            "HA": b.shape[2] if a is None else a.shape[2],
+            "HB": b.shape[2],
             "HV": heads,
             "K": key_dim,
             "V": value_dim,
             "BLOCK_K": block_k,
             "BLOCK_V": block_v,
+            "NUM_STEPS": operands.num_steps,
             "DECAY": decay_kind(log_decay),
+            "ERASES": erases,
+            "READS_BEFORE_DECAY": reads_before_decay and log_decay is not None,
         },
         num_warps=4,
         num_stages=1,

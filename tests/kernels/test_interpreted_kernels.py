@@ -1,4 +1,4 @@
-"""Every Triton kernel under Triton's interpreter, on the CPU: the tests of ``interpreted_additive.py``.
+"""Every Triton kernel under Triton's interpreter, on the CPU: the tests of ``interpreted_*.py``, one file a family.
 
 An interpreted kernel cannot be compiled in the same process, and the interpreter is chosen when a kernel is defined. So
 they run in processes of their own, one for each group.
@@ -14,28 +14,36 @@ import pytest
 
 from statemix.kernels import availability
 
-FILE = Path(__file__).with_name("interpreted_additive.py")
+FOLDER = Path(__file__).parent
 GROUPS = {
-    "shapes": "test_shapes and not diagonal",
-    "shapes with a diagonal gate, and gates at their limits": "(test_shapes and diagonal) or test_gates",
-    "packed documents": "test_packed or test_batch",
-    "memory, views and recomputing": "test_memory or test_upstream or test_recomputed",
-    "future, heads and the recurrent form": "test_future or test_heads or test_recurrent",
-    "scan": "test_scan",
+    "interpreted_additive.py": {
+        "shapes": "test_shapes and not diagonal",
+        "shapes with a diagonal gate, and gates at their limits": "(test_shapes and diagonal) or test_gates",
+        "packed documents": "test_packed or test_batch",
+        "memory, views and recomputing": "test_memory or test_upstream or test_recomputed",
+        "future, heads and the recurrent form": "test_future or test_heads or test_recurrent",
+        "scan": "test_scan",
+    },
+    "interpreted_delta.py": {
+        "recurrent": "test_recurrent or test_oracle",
+    },
 }
+PAIRS = [(file, group) for file, groups in GROUPS.items() for group in groups]
 
 
 @pytest.mark.skipif(not availability.HAS_TRITON, reason="triton is not installed")
-@pytest.mark.parametrize("group", GROUPS)
-def test_interpreted_kernels_are_those_of_the_definition(group: str) -> None:
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FILE), "-k", GROUPS[group]]
+@pytest.mark.parametrize(("file", "group"), PAIRS)
+def test_interpreted_kernels_are_those_of_the_definition(file: str, group: str) -> None:
+    chosen = [str(FOLDER / file), "-k", GROUPS[file][group]]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def test_every_interpreted_test_is_in_a_group() -> None:
-    tests = re.findall(r"^def (test_\w+)", FILE.read_text(encoding="utf-8"), re.MULTILINE)
-    named = set(re.findall(r"test_\w+", " ".join(GROUPS.values())))
+@pytest.mark.parametrize("file", sorted(path.name for path in FOLDER.glob("interpreted_*.py")))
+def test_every_interpreted_test_is_in_a_group(file: str) -> None:
+    tests = re.findall(r"^def (test_\w+)", (FOLDER / file).read_text(encoding="utf-8"), re.MULTILINE)
+    named = set(re.findall(r"test_\w+", " ".join(GROUPS[file].values())))
     assert tests and [test for test in tests if not any(test.startswith(name) for name in named)] == []
