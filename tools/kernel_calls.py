@@ -5,7 +5,7 @@ one more entry of ``CALLS`` and of ``configurations``.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from statemix.kernels.additive_operands import AdditiveOperands
+from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import Launch, recording
 from statemix.kernels.launch_config import Family, compile_for
 
 Decay = Literal["none", "fixed", "scalar", "diagonal"]
 
 DECAYS: tuple[Decay, ...] = ("none", "fixed", "scalar", "diagonal")
+DELTA_DECAYS: tuple[Decay, ...] = ("none", "scalar", "diagonal")
 FLOAT32_SIZES = ((128, 128), (64, 64), (256, 256), (512, 512), (24, 40))
 HEAD_SIZES = (*FLOAT32_SIZES, (128, 64), (64, 128), (100, 20), (16, 16))
 
@@ -58,6 +60,9 @@ class Configuration:
         is_packed: documents with offsets in place of a batch.
         has_state: an initial state, a gradient of the final state, and a gradient of the decay wanted.
         saves: forward keeps what backward needs; otherwise backward computes it again.
+        num_steps: n, rows a token; this and what follows are of the delta family.
+        is_tied: a is b.
+        reads_before_decay: the first row of a token reads the state before its decay.
     """
 
     kernels: str
@@ -70,6 +75,9 @@ class Configuration:
     is_packed: bool = False
     has_state: bool = True
     saves: bool = True
+    num_steps: int = 1
+    is_tied: bool = True
+    reads_before_decay: bool = False
 
 
 def configurations() -> Iterator[Configuration]:
@@ -81,11 +89,25 @@ def configurations() -> Iterator[Configuration]:
             yield Configuration(
                 "additive", decay, key_dim, value_dim, layout=layout, is_packed=packed, has_state=has_state, saves=saves
             )
-    for kernels, decay in product(CALLS, DECAYS):
+    for kernels, decay in product(("additive", "recurrent"), DECAYS):
         for key_dim, value_dim in FLOAT32_SIZES:
             yield Configuration(kernels, decay, key_dim, value_dim, torch.float32)
         yield Configuration(kernels, decay, 128, 128, torch.float16)
         yield Configuration(kernels, decay, 24, 40, gate_dtype=torch.bfloat16, layout=GROUPED_HEADS)
+    yield from _delta_recurrent_configurations()
+
+
+def _delta_recurrent_configurations() -> Iterator[Configuration]:
+    """Few: the tiles are those of the additive family, and only the rows of a token differ."""
+    name = "delta_recurrent"
+    for decay in DELTA_DECAYS:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            yield Configuration(name, decay, 128, 128, dtype)
+        yield Configuration(name, decay, 512, 512, num_steps=2)
+        for reads_before_decay in (False, True) if decay != "none" else (False,):
+            free = Configuration(name, decay, 24, 40, gate_dtype=torch.bfloat16, num_steps=3, is_tied=False)
+            free = replace(free, layout=GROUPED_HEADS, is_packed=True, has_state=False)
+            yield replace(free, reads_before_decay=reads_before_decay)
 
 
 # Few and telling, for every run of the tests: widest and narrowest heads, segments and documents, every kind of decay.
@@ -95,6 +117,7 @@ SAMPLE = (
     Configuration("additive", "scalar", 128, 128),
     Configuration("additive", "diagonal", 256, 256),
     Configuration("recurrent", "diagonal", 100, 20, torch.float16),
+    Configuration("delta_recurrent", "diagonal", 128, 128, num_steps=2, is_tied=False, reads_before_decay=True),
 )
 
 
@@ -104,7 +127,10 @@ def label(configuration: Configuration) -> str:
     words = [c.kernels, c.decay, f"K{c.key_dim} V{c.value_dim}", str(c.dtype).removeprefix("torch.")]
     words.append(f"B{c.layout.batch} T{c.layout.seq_len}")
     words.append(f"HQ{c.layout.query_heads} HK{c.layout.key_heads} HV{c.layout.value_heads}")
+    if c.num_steps > 1:
+        words.append(f"n{c.num_steps}")
     said = {"packed": c.is_packed, "state": c.has_state, "saved": c.saves, "16-bit gate": c.gate_dtype != torch.float32}
+    said |= {"free": not c.is_tied, "reads before decay": c.reads_before_decay}
     return " ".join(words + [word for word, holds in said.items() if holds])
 
 
@@ -115,27 +141,61 @@ def record(configuration: Configuration, family: Family) -> list[Launch]:
     return launches
 
 
+def _tokens(c: Configuration) -> tuple[int, int]:
+    """Batch and length: packed documents are one sequence."""
+    return (1, c.layout.batch * c.layout.seq_len) if c.is_packed else (c.layout.batch, c.layout.seq_len)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _log_decay(c: Configuration) -> Tensor | None:
+    heads = c.layout.value_heads
+    shapes: dict[Decay, tuple[int, ...]] = {
+        "fixed": (heads,),
+        "scalar": (*_tokens(c), heads),
+        "diagonal": (*_tokens(c), heads, c.key_dim),
+    }
+    return None if c.decay == "none" else _empty(*shapes[c.decay], dtype=c.gate_dtype)
+
+
+def _initial_state(c: Configuration) -> Tensor | None:
+    shape = (c.layout.batch, c.layout.value_heads, c.value_dim, c.key_dim)
+    return _empty(*shape, dtype=torch.float32) if c.has_state else None
+
+
+def _cu_seqlens(c: Configuration) -> Tensor | None:
+    return _empty(c.layout.batch + 1, dtype=torch.int32) if c.is_packed else None
+
+
 def _inputs(c: Configuration) -> AdditiveOperands:
     """Meta tensors of a configuration."""
-    batch, seq_len = (1, c.layout.batch * c.layout.seq_len) if c.is_packed else (c.layout.batch, c.layout.seq_len)
-    num_states = c.layout.batch
-
-    def empty(*shape: int, dtype: torch.dtype = c.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    heads = c.layout.value_heads
-    gates: dict[Decay, tuple[int, ...]] = {
-        "fixed": (heads,),
-        "scalar": (batch, seq_len, heads),
-        "diagonal": (batch, seq_len, heads, c.key_dim),
-    }
     return AdditiveOperands(
-        q=empty(batch, seq_len, c.layout.query_heads, c.key_dim),
-        k=empty(batch, seq_len, c.layout.key_heads, c.key_dim),
-        v=empty(batch, seq_len, heads, c.value_dim),
-        log_decay=None if c.decay == "none" else empty(*gates[c.decay], dtype=c.gate_dtype),
-        initial_state=empty(num_states, heads, c.value_dim, c.key_dim, dtype=torch.float32) if c.has_state else None,
-        cu_seqlens=empty(num_states + 1, dtype=torch.int32) if c.is_packed else None,
+        q=_empty(*_tokens(c), c.layout.query_heads, c.key_dim, dtype=c.dtype),
+        k=_empty(*_tokens(c), c.layout.key_heads, c.key_dim, dtype=c.dtype),
+        v=_empty(*_tokens(c), c.layout.value_heads, c.value_dim, dtype=c.dtype),
+        log_decay=_log_decay(c),
+        initial_state=_initial_state(c),
+        cu_seqlens=_cu_seqlens(c),
+    )
+
+
+def _delta_inputs(c: Configuration) -> DeltaOperands:
+    """Meta tensors of a configuration of the delta family; an a of its own has a head for each of the values'."""
+    batch, seq_len = _tokens(c)
+    rows, heads = (batch, seq_len * c.num_steps), c.layout.value_heads
+    return DeltaOperands(
+        q=_empty(batch, seq_len, c.layout.query_heads, c.key_dim, dtype=c.dtype),
+        a=None if c.is_tied else _empty(*rows, heads, c.key_dim, dtype=c.dtype),
+        b=_empty(*rows, c.layout.key_heads, c.key_dim, dtype=c.dtype),
+        v=_empty(*rows, heads, c.value_dim, dtype=c.dtype),
+        rate=_empty(*rows, heads, dtype=c.gate_dtype),
+        weight=_empty(*rows, heads, dtype=c.gate_dtype),
+        log_decay=_log_decay(c),
+        initial_state=_initial_state(c),
+        cu_seqlens=_cu_seqlens(c),
+        reads_before_decay=c.reads_before_decay,
     )
 
 
@@ -154,4 +214,14 @@ def _recurrent(c: Configuration) -> None:
     recurrent_forward(_inputs(c), scale=0.5)
 
 
-CALLS: dict[str, Callable[[Configuration], None]] = {"additive": _additive, "recurrent": _recurrent}
+def _delta_recurrent(c: Configuration) -> None:
+    from statemix.kernels.recurrent_triton import delta_recurrent_forward
+
+    delta_recurrent_forward(_delta_inputs(c), scale=0.5)
+
+
+CALLS: dict[str, Callable[[Configuration], None]] = {
+    "additive": _additive,
+    "recurrent": _recurrent,
+    "delta_recurrent": _delta_recurrent,
+}
