@@ -1,0 +1,73 @@
+"""A launch finds the kernel that was compiled for its arguments, and no other."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from statemix.kernels import launch as module
+from statemix.kernels.additive_operands import AdditiveOperands
+from statemix.kernels.launch_config import AdditiveConfig, Tiles, TunedRow, compile_for, override
+
+
+class Kernel:
+    """Stands in for a kernel under ``triton.jit``: counts compilations, keeps what is launched."""
+
+    arg_names = ("x_ptr", "y_ptr", "T", "A", "B")
+
+    def __init__(self) -> None:
+        self.num_compiled, self.launched = 0, list[tuple[Any, ...]]()
+        self.fn = lambda: None
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def compile_and_run(*args: Any, **options: Any) -> Any:
+            self.num_compiled += 1
+            return self
+
+        def run(*args: Any) -> None:
+            self.launched.append((grid, *args))
+
+        return run if len(grid) == 3 else compile_and_run
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "length", "constants"),
+    [
+        (torch.zeros(9)[1:], None, 5, {"A": 1, "B": 2}),
+        (torch.zeros(8, dtype=torch.float16), None, 5, {"A": 1, "B": 2}),
+        (torch.zeros(8), torch.zeros(8), 5, {"A": 1, "B": 2}),
+        (torch.zeros(8), None, 2**31, {"A": 1, "B": 2}),
+        (torch.zeros(8), None, 5.0, {"A": 1, "B": 2}),
+        (torch.zeros(8), None, 5, {"A": 2, "B": 1}),
+        (torch.zeros(8), None, 5, {"B": 1, "A": 2}),
+    ],
+    ids=["unaligned", "dtype", "present", "64 bits", "number", "constant", "constants in another order"],
+)
+def test_other_arguments_are_compiled_for(x: Any, y: Any, length: Any, constants: dict[str, int]) -> None:
+    kernel = Kernel()
+    for given in ((torch.zeros(8), None, 5, {"A": 1, "B": 2}), (x, y, length, constants)):
+        *args, values = given
+        module.launch(kernel, (4,), tuple(args), values, num_warps=4, num_stages=1)
+    assert kernel.num_compiled == 2 and not kernel.launched
+
+
+def test_the_same_arguments_are_not_and_constants_come_in_the_order_of_the_parameters() -> None:
+    kernel, x = Kernel(), torch.zeros(8)
+    for length in (5, 6, 7):
+        module.launch(kernel, (4,), (x, None, length), {"B": 2, "A": 1}, num_warps=4, num_stages=1)
+    assert kernel.num_compiled == 1
+    assert [(grid, *rest) for grid, _, *rest in kernel.launched] == [((4, 1, 1), None, n, 1, 2) for n in (6, 7)]
+
+
+def test_a_plan_that_was_made_before_does_not_hide_a_tuned_row() -> None:
+    pytest.importorskip("triton")
+    from statemix.kernels.additive_triton import _plan
+
+    x = torch.zeros(1, 130, 1, 64, dtype=torch.bfloat16)
+    operands = AdditiveOperands(x, x, x, None, None, None)
+    row = TunedRow("sm_90", 64, 64, torch.bfloat16, AdditiveConfig.uniform(32, Tiles(64, 4, 1)))
+    with compile_for("sm_90"):
+        before = _plan(operands).chunks.count
+        with override([row]):
+            assert _plan(operands).chunks.count == 5
+        assert _plan(operands).chunks.count == before == 3
