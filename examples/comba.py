@@ -44,5 +44,8 @@ class Comba(Transition):
         return self.log_decay.exp()[..., None, None] * state - erased
 
     def lower(self) -> NormalForm:
-        read = (self.feedback * self.beta)[..., None] * self.expand_heads(self.beta.shape[-1]).key
-        return NormalForm(self.log_decay, erase=(read, self.key), reads_before_decay=True)
+        return self.lower_factored().multiplied()
+
+    def lower_factored(self) -> NormalForm:
+        rate = self.feedback * self.beta
+        return NormalForm(self.log_decay, erase=(self.key, self.key), reads_before_decay=True, rate=rate)

@@ -1,4 +1,7 @@
-"""The check that ``lower`` and ``apply`` mean one M_t: the normal form as a dense matrix against ``materialize``."""
+"""The check that ``lower`` and ``apply`` mean one M_t: the normal form as a dense matrix against ``materialize``.
+
+``lower_factored``, which kernels run, is held to the same.
+"""
 
 import torch
 from torch import Tensor
@@ -17,19 +20,23 @@ def lower_is_apply(context: Context, sizes: Sizes) -> None:
     problem = context.problem(sizes)
     exact = _materialized(problem, sizes)
     low = _materialized(problem.to(torch.float32), sizes)
-    got = normal_form_matrix(problem.transition.lower(), exact)
+    for method in ("lower", "lower_factored"):
+        got = normal_form_matrix(getattr(problem.transition, method)(), exact)
+        _expect_equal(got, exact, low, method, type(problem.transition))
+
+
+def _expect_equal(got: Tensor, exact: Tensor, low: Tensor, method: str, cls: type) -> None:
     excess = Reference(exact, low).excess(got)
     if excess is None:
         return
     batch, token, head, row = excess.row
     column = int((got - exact)[excess.row].abs().argmax())
-    values = (x[excess.row][column].item() for x in (exact, got))
-    found = "apply() gives {:.6g}, lower() gives {:.6g}".format(*values)
+    by_apply, lowered = (x[excess.row][column].item() for x in (exact, got))
     raise CheckFailure(
-        f"lower() disagrees with apply(): M_t[{row}, {column}] at [batch {batch}, token {token}, head {head}]: "
-        f"{found}; "
+        f"{method}() disagrees with apply(): M_t[{row}, {column}] at [batch {batch}, token {token}, head {head}]: "
+        f"apply() gives {by_apply:.6g}, {method}() gives {lowered:.6g}; "
         "apply() is the definition: S <- S Diag(e^log_decay), then S <- S - (S a) b^T, must do the same"
-        f"{lines_of(type(problem.transition), 'lower')}"
+        f"{lines_of(cls, method)}"
     )
 
 
@@ -38,7 +45,7 @@ def normal_form_matrix(form: NormalForm, like: Tensor) -> Tensor:
 
     D (I - a_1 b_1^T) ... (I - a_m b_m^T), or (D - a_1 b_1^T) ... with ``reads_before_decay``; inside blocks only.
     """
-    num_heads, key_dim = like.shape[-3], like.shape[-1]
+    form, num_heads, key_dim = form.multiplied(), like.shape[-3], like.shape[-1]
     eye = torch.eye(key_dim, dtype=like.dtype, device=like.device)
     block = torch.arange(key_dim, device=like.device) // (key_dim // form.blocks)
     is_inside = block[:, None] == block

@@ -138,7 +138,7 @@ def test_an_example_learns_as_a_factor(name: str) -> None:
         pytest.param(
             name,
             marks=pytest.mark.xfail(
-                name in ("longhorn", "comba"),
+                name == "longhorn",
                 strict=True,
                 reason="BlockDiagonal.lower hands its inner transition rates with an axis of blocks",
             ),

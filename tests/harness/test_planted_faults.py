@@ -46,6 +46,13 @@ class LowersToAWrongScale(Gated):
         return replace(form, erase=(1.02 * form.erase[0], form.erase[1]))
 
 
+class FactorsAWrongRate(Gated):
+    """beta 2% too large in what kernels run."""
+
+    def lower_factored(self) -> NormalForm:
+        return NormalForm(self.log_decay, (self.key, self.key), rate=1.02 * self.beta)
+
+
 class UsesAnotherHeadsGate(Gated):
     """The fast form reads the gate of the head before."""
 
@@ -199,6 +206,7 @@ class _CountCalls:
 
 IN_THE_TRANSITION = [
     (LowersToAWrongScale, "forms_equal_the_definition"),
+    (FactorsAWrongRate, "lower_is_apply"),
     (UsesAnotherHeadsGate, "forms_equal_the_definition"),
     (UsesAnotherHeadsGate, "heads_are_independent"),
     (DropsAGradient, "forms_equal_the_definition"),
