@@ -38,7 +38,7 @@ def _triton_forms() -> str:
     if None not in obstacles:
         return f"do not run: {'; '.join(dict.fromkeys(map(str, obstacles)))}"
     elsewhere = "".join(f", not on gpu {i}: {obstacle}" for i, obstacle in enumerate(obstacles) if obstacle is not None)
-    return f"chunk, recurrent: run transitions that erase nothing, in float32, bfloat16 and float16{elsewhere}"
+    return f"chunk, recurrent: run transitions with a normal form, in float32, bfloat16 and float16{elsewhere}"
 
 
 def _version(name: str) -> str:
