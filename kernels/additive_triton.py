@@ -122,11 +122,11 @@ def additive_backward(
 
 def _plan(operands: AdditiveOperands) -> _Plan:
     q, _, v, log_decay, _, cu_seqlens = operands
-    heads, value_dim = v.shape[2:]
-    config = additive_config(device_family(q.device), q.shape[-1], value_dim, q.dtype)
+    batch, seq_len, heads, value_dim = v.shape
+    config, decay = additive_config(device_family(q.device), q.shape[-1], value_dim, q.dtype), decay_kind(log_decay)
     if cu_seqlens is None:
-        return _batch_plan(config, v.shape[0], v.shape[1], heads, value_dim, decay_kind(log_decay))
-    return _packed_plan(config, cu_seqlens, v.shape[1], heads, value_dim, decay_kind(log_decay))
+        return _batch_plan(config, batch, seq_len, heads, value_dim, decay)
+    return _packed_plan(config, cu_seqlens, seq_len, heads, value_dim, decay)
 
 
 @lru_cache(maxsize=1024)

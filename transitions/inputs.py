@@ -109,15 +109,15 @@ def check_inputs(
             raise ValueError(f"{name}: expected a tensor or None, got {type(given).__name__}")
     if q.ndim != 4 or 0 in q.shape:
         raise ValueError(f"q: expected [B, T, H, K], none of them 0, got {list(q.shape)}")
-    batch, seq_len, num_heads, key_dim = q.shape
-    if k.ndim not in (4, 5) or 0 in k.shape:
-        raise ValueError(f"k: expected [B, T, H, K] or [B, T, n, H, K], got {list(k.shape)}")
-    count = tuple(k.shape[2:-2])
-    _expect_shape("k", k, (batch, seq_len, *count, num_heads, key_dim))
-    if v.ndim != k.ndim or 0 in v.shape:
-        raise ValueError(f"v: expected {k.ndim} axes as k has, got {list(v.shape)}")
-    num_value_heads = v.shape[-2]
-    _expect_shape("v", v, (batch, seq_len, *count, num_value_heads, v.shape[-1]))
+    (batch, seq_len, num_heads, key_dim), k_shape, v_shape = q.shape, k.shape, v.shape
+    if len(k_shape) not in (4, 5) or 0 in k_shape:
+        raise ValueError(f"k: expected [B, T, H, K] or [B, T, n, H, K], got {list(k_shape)}")
+    lead = (batch, seq_len, *k_shape[2:-2])  # [B, T] or [B, T, n]
+    _expect_shape("k", k, (*lead, num_heads, key_dim))
+    if len(v_shape) != len(k_shape) or 0 in v_shape:
+        raise ValueError(f"v: expected {len(k_shape)} axes as k has, got {list(v_shape)}")
+    num_value_heads, value_dim = v_shape[-2:]
+    _expect_shape("v", v, (*lead, num_value_heads, value_dim))
     if num_value_heads % num_heads:
         raise ValueError(
             f"v: expected value heads to be a multiple of the {num_heads} key heads, got {num_value_heads}"
@@ -126,13 +126,13 @@ def check_inputs(
         raise ValueError(f"chunk_size: expected a power of two from 16 to 128, got {chunk_size}")
     _check_dtypes(q, k, v, {"write": write, "initial_state": initial_state}, transition)
     if write is not None:
-        shape = (batch, seq_len, *count, num_value_heads)
+        shape = (*lead, num_value_heads)
         _expect_shape("write", write, shape, (*shape, transition.num_blocks))
     _check_fields(transition, (batch, seq_len, num_heads, num_value_heads, key_dim))
-    _check_writes(transition, count[0] if count else 1)
+    _check_writes(transition, lead[2] if len(lead) > 2 else 1)
     num_states = batch if cu_seqlens is None else _num_documents(cu_seqlens, q)
     if initial_state is not None:
-        _expect_shape("initial_state", initial_state, (num_states, num_value_heads, v.shape[-1], key_dim))
+        _expect_shape("initial_state", initial_state, (num_states, num_value_heads, value_dim, key_dim))
     return ScanInputs(q, k, v, transition, write, initial_state, cu_seqlens)
 
 
