@@ -205,7 +205,9 @@ def _run_triton(
 ) -> ScanResult:
     """The kernels; q, k and v keep their dtype."""
     q, k, v, write, cu_seqlens = inputs.q, inputs.k, inputs.v, inputs.write, inputs.cu_seqlens
-    initial, is_recurrent = None if inputs.initial is None else inputs.initial.float(), chosen.form == "recurrent"
+    initial, is_recurrent = inputs.initial, chosen.form == "recurrent"
+    if initial is not None:
+        initial = initial.to(torch.promote_types(q.dtype, torch.float32))
     if lowered.erase is not None:
         rows = delta_rows(q, k, v, lowered, write=write, initial_state=initial, cu_seqlens=cu_seqlens)
         if is_recurrent:

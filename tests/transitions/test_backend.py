@@ -253,13 +253,18 @@ def test_a_compiler_takes_a_recomputed_scan_whole() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("erases", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_gpu_runs_without_waiting_for_it_and_gives_what_torch_gives(dtype: torch.dtype) -> None:
+def test_a_gpu_runs_without_waiting_for_it_and_gives_what_torch_gives(dtype: torch.dtype, erases: bool) -> None:
     with torch.device("cuda"):
         gate = -torch.rand(B, T, HV, K)
         offsets = torch.tensor([0, 0, 10, 37], dtype=torch.int32)
         given = arguments(DiagonalGate(gate), cu_seqlens=offsets)
+        given["k"] = torch.nn.functional.normalize(given["k"], dim=-1)
+        beta = torch.rand(B, T, HV)
     given |= {x: given[x].to(dtype).requires_grad_() for x in "qkv"}
+    if erases:
+        given["transition"] = Product(DiagonalGate(gate), Householder(given["k"], beta))
 
     def run(backend: Any) -> list[Tensor]:
         output, state = scan(**given, backend=backend)
@@ -277,9 +282,13 @@ def test_a_gpu_runs_without_waiting_for_it_and_gives_what_torch_gives(dtype: tor
 
 
 @pytest.mark.gpu
-def test_a_compiler_on_a_gpu_takes_the_kernels_whole() -> None:
+@pytest.mark.parametrize("erases", [False, True])
+def test_a_compiler_on_a_gpu_takes_the_kernels_whole(erases: bool) -> None:
     with torch.device("cuda"):
         given = arguments(ScalarGate((-torch.rand(B, T, HV)).requires_grad_()))
+        given["k"] = torch.nn.functional.normalize(given["k"], dim=-1)
+        if erases:
+            given["transition"] = Product(given["transition"], Householder(given["k"], torch.rand(B, T, HV)))
     compiled = torch.compile(scan, fullgraph=True)
     for run in (compiled, scan):
         results = run(**given)
