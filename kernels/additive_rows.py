@@ -84,13 +84,13 @@ def plain_decay(log_decay: Tensor | None, lead: tuple[int, int, int], *, key_dim
     if log_decay is None or log_decay.ndim == 1:
         return log_decay
     if log_decay.ndim == 3:
-        return log_decay.expand(lead)
+        return log_decay if log_decay.shape == lead else log_decay.expand(lead)
     if log_decay.shape[-1] == 1 and key_dim > 1:
         shared = log_decay.squeeze(-1)
         return shared if shared.ndim == 1 else shared.expand(lead)
     if log_decay.shape[-1] != key_dim:
         log_decay = log_decay.repeat_interleave(key_dim // log_decay.shape[-1], dim=-1)
-    return log_decay.expand(*lead, key_dim)
+    return log_decay if log_decay.shape[:3] == lead else log_decay.expand(*lead, key_dim)
 
 
 def _first_rows(log_decay: Tensor, lead: tuple[int, int, int], num_writes: int) -> Tensor:

@@ -41,13 +41,13 @@ class DeltaRows(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of one token after another.
+    """The rows before blocks become heads.
 
     Attributes:
-        read: a, [B, T, n, H or HV, K], or None for b itself.
-        key: b, [B, T, n, H or HV, K].
-        value: v, [B, T, n, HV, V].
-        rate, weight: [B, T, n, HV, 1 or blocks], or None for 1.
+        read: a, [B, R, H or HV, K], or None for b itself.
+        key: b, [B, R, H or HV, K].
+        value: v, [B, R, HV, V].
+        rate, weight: [B, R, HV], with or without a last axis of size 1 or blocks, or None for 1.
     """
 
     read: Tensor | None
@@ -82,64 +82,79 @@ def delta_rows(
         NotImplementedError: as ``num_micro_steps`` does.
     """
     num_micro_steps(form, k)
-    rows, blocks = _rows(k, v, form, write, dtype=q.dtype), form.blocks
-    num_heads = v.shape[-2]
+    assert form.erase is not None
+    make_rows = _along_the_write_key if form.erase[1] is k else _in_another_direction
+    read, key, value, rate, weight = make_rows(form.erase, k, v, form.rate, write, dtype=q.dtype)
+    num_heads, blocks = v.shape[-2], form.blocks
     log_decay = _decay(form.log_decay, (*q.shape[:2], num_heads), key_dim=q.shape[-1], blocks=blocks)
-    value = rows.value.flatten(1, 2)
     if blocks > 1:
+        q, key = (_keys_of_blocks(x, num_heads, blocks) for x in (q, key))
+        read = None if read is None else _keys_of_blocks(read, num_heads, blocks)
         value = value.unsqueeze(3).expand(-1, -1, -1, blocks, -1).flatten(2, 3)
         if initial_state is not None:
             initial_state = fold_key(initial_state, blocks).movedim(-2, 2).flatten(1, 2)
-
-    def keys(x: Tensor) -> Tensor:  # [B, R, heads, K] -> [B, R, heads, K / blocks]
-        return x if blocks == 1 else fold_key(expand_heads(x, num_heads, dim=2), blocks).flatten(2, 3)
-
-    def factor(x: Tensor | None) -> Tensor | None:  # [B, T, n, HV, 1 or blocks] -> [B, R, heads]
-        return None if x is None else x.expand(*x.shape[:-1], blocks).flatten(3, 4).flatten(1, 2)
-
+    rate, weight = (None if x is None else _factors_of_blocks(x, blocks) for x in (rate, weight))
     operands = DeltaOperands(
-        keys(q),
-        None if rows.read is None else keys(rows.read.flatten(1, 2)),
-        keys(rows.key.flatten(1, 2)),
-        value,
-        factor(rows.rate),
-        factor(rows.weight),
-        log_decay,
-        initial_state,
-        cu_seqlens,
-        form.reads_before_decay,
+        q, read, key, value, rate, weight, log_decay, initial_state, cu_seqlens, form.reads_before_decay
     )
     return DeltaRows(operands, blocks)
 
 
-def _rows(k: Tensor, v: Tensor, form: NormalForm, write: Tensor | None, *, dtype: torch.dtype) -> _Rows:
-    assert form.erase is not None
-    read, direction = form.erase
-    is_tied, rate = read is direction, _with_axes(form.rate, read)
-    weight = _with_axes(write, k)
-    read, key, value = with_rows(read).to(dtype), with_rows(k), with_rows(v)
-    if direction is k:
-        return _Rows(None if is_tied else read, key, value, rate, weight)
+def _along_the_write_key(
+    erase: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    rate: Tensor | None,
+    write: Tensor | None,
+    *,
+    dtype: torch.dtype,
+) -> _Rows:
+    """Every tensor as it is, with an axis n joined to T: autograd walks back through each view that is made."""
+    rows = _Rows(None if erase[0] is erase[1] else erase[0].to(dtype), k, v, rate, write)
+    return rows if k.ndim == 4 else _Rows._make(None if x is None else x.flatten(1, 2) for x in rows)
 
-    key, direction = equal_heads(key, with_rows(direction).to(dtype))
-    num_erasures, num_writes = direction.shape[2], key.shape[2]
-    key_rows, value = erase_then_write(direction, key), erase_then_write(zero_rows(value, num_erasures), value)
-    if weight is not None:
-        weight = erase_then_write(zero_rows(weight, num_erasures), weight)
+
+def _in_another_direction(
+    erase: tuple[Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    rate: Tensor | None,
+    write: Tensor | None,
+    *,
+    dtype: torch.dtype,
+) -> _Rows:
+    """Erasures of a value 0 beside writes of a rate 0."""
+    is_tied, rate, weight = erase[0] is erase[1], _with_axes(rate, erase[0]), _with_axes(write, k)
+    read, (key, direction) = with_rows(erase[0]).to(dtype), equal_heads(with_rows(k), with_rows(erase[1]).to(dtype))
+    value, num_erasures, num_writes = with_rows(v), direction.shape[2], key.shape[2]
     if rate is None and is_tied:
         rate = read.new_ones(*direction.shape[:3], v.shape[-2], 1)
-    if rate is not None:
-        rate = erase_then_write(rate, zero_rows(rate, num_writes))
-    read_rows = None if is_tied else erase_then_write(read, zero_rows(read, num_writes))
-    return _Rows(read_rows, key_rows, value, rate, weight)
+    rows = _Rows(
+        None if is_tied else erase_then_write(read, zero_rows(read, num_writes)),
+        erase_then_write(direction, key),
+        erase_then_write(zero_rows(value, num_erasures), value),
+        None if rate is None else erase_then_write(rate, zero_rows(rate, num_writes)),
+        None if weight is None else erase_then_write(zero_rows(weight, num_erasures), weight),
+    )
+    return _Rows._make(None if x is None else x.flatten(1, 2) for x in rows)
 
 
 def _with_axes(x: Tensor | None, keys: Tensor) -> Tensor | None:
     """A rate or a write, with the axes that belong to ``keys``, as [B, T, n, HV, 1 or blocks]."""
-    if x is None:
-        return None
-    x = x if x.ndim == keys.ndim else x.unsqueeze(-1)
-    return with_rows(x)
+    return None if x is None else with_rows(x if x.ndim == keys.ndim else x.unsqueeze(-1))
+
+
+def _keys_of_blocks(x: Tensor, num_heads: int, blocks: int) -> Tensor:
+    """[B, R, H or HV, K] as [B, R, HV blocks, K / blocks]."""
+    return fold_key(expand_heads(x, num_heads, dim=2), blocks).flatten(2, 3)
+
+
+def _factors_of_blocks(x: Tensor, blocks: int) -> Tensor:
+    """[B, R, HV], with or without a last axis of size 1 or blocks, as [B, R, HV blocks]."""
+    if blocks == 1:
+        return x if x.ndim == 3 else x.squeeze(-1)
+    x = x.unsqueeze(-1) if x.ndim == 3 else x
+    return x.expand(*x.shape[:-1], blocks).flatten(2, 3)
 
 
 def _decay(log_decay: Tensor | None, lead: tuple[int, int, int], *, key_dim: int, blocks: int) -> Tensor | None:

@@ -163,7 +163,7 @@ def test_the_delta_rule_is_handed_on_without_a_copy(count: tuple[int, ...]) -> N
         assert rows.a is None
         pairs = [(q, rows.q), (k, rows.b), (v, rows.v), (rule.beta, rows.rate), (write, rows.weight)]
         for given, handed in [*pairs, (form.log_decay, rows.log_decay)]:
-            assert given is None or (handed is not None and handed.data_ptr() == given.data_ptr())
+            assert given is handed if given is None or not count else given.data_ptr() == handed.data_ptr()
 
 
 def test_low_precisions_stay_what_they_are_beside_float32_rates() -> None:
