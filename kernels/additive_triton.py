@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from .additive_operands import AdditiveOperands
-from .channel_gradients_triton import channel_gradients
+from .channel_gradients_triton import ChannelGradients, channel_gradients
 from .channel_pairs_triton import channel_pairs
 from .gate_triton import cumulative_gate
-from .gradients_triton import gradients
+from .gradients_triton import Gradients, gradients
 from .launch_config import AdditiveConfig, Tiles, additive_config, device_family
 from .spans import Spans, batch_spans, ceil_div, packed_spans, whole_documents
 from .tile_triton import DIAGONAL, NO_DECAY, SCALAR, decay_kind
@@ -100,9 +100,12 @@ def additive_backward(
     grad_states, dv = torch.empty_like(states), _make_rows(operands)(operands.v)
     reverse = decayed.reverse(grad_output, grad_final, plan.decay, scale)
     d_initial = _walk(reverse, plan, output=dv, states=grad_states, reverse=True)
-    if plan.decay == DIAGONAL.value:
-        tiles = plan.config.channel_gradients
-        grads = channel_gradients(operands, grad_output, states, grad_states, plan.chunks, scale=scale, tiles=tiles)
+    grads: ChannelGradients | Gradients
+    if operands.log_decay is not None and plan.decay == DIAGONAL.value:
+        tiles, given = plan.config.channel_gradients, operands[:3]
+        grads = channel_gradients(
+            *given, operands.log_decay, grad_output, states, grad_states, plan.chunks, scale=scale, tiles=tiles
+        )
     else:
         grads = gradients(
             operands,

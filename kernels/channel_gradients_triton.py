@@ -16,24 +16,24 @@ Shapes: B T HV K V, C chunk, L = log2 C levels. Oracle: autograd through ``chunk
 Source: arXiv:2312.06635 section 4.3.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .additive_operands import AdditiveOperands
 from .channel_levels_triton import is_later, split_gate, spread, spread_tables, sum_tables, sums
-from .gradients_triton import Gradients
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
 from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import load_rows, locate
+from .tile_triton import load_rows, load_scalars, load_step, locate
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq"])
 def _level_pairs_kernel(
-    v_ptr,  # [tokens, HV, V]
-    grad_ptr,  # dO, [tokens, HV, V]
+    v_ptr,  # [rows, HV, V]
+    grad_ptr,  # dO, [tokens, HV, V], or [rows, HV, V] where QUERY_STEPS is 1
     pairs_ptr,  # [chunks, HV, L + 1, C, C]: M of each level, and the pairs of a row with itself
     chunks_ptr,  # [chunks, 4], or None for a batch
     scale,
@@ -44,6 +44,8 @@ def _level_pairs_kernel(
     CHUNK: tl.constexpr,
     BLOCK_V: tl.constexpr,
     LEVELS: tl.constexpr,
+    QUERY_STEPS: tl.constexpr,
+    ERASES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -61,7 +63,9 @@ def _level_pairs_kernel(
     for block in tl.static_range((V + BLOCK_V - 1) // BLOCK_V):
         columns = block * BLOCK_V + tl.arange(0, BLOCK_V)
         v = load_rows(v_ptr + row, steps, valid, columns, HV * V, V, BLOCK_V)
-        grad = load_rows(grad_ptr + row, steps, valid, columns, HV * V, V, BLOCK_V)
+        grad = load_step(
+            grad_ptr + head * V, start, steps, valid, columns, HV * V, V, BLOCK_V, QUERY_STEPS, QUERY_STEPS - 1
+        )
         pairs = tl.dot(grad, tl.trans(v), pairs, input_precision=PRECISION)
         pairs_t = tl.dot(v, tl.trans(grad), pairs_t, input_precision=PRECISION)
     # dP below the diagonal and its transpose above it: a level needs both
@@ -71,28 +75,32 @@ def _level_pairs_kernel(
     place = pairs_ptr + (chunk * HV + head) * ((LEVELS + 1) * CHUNK * CHUNK) + steps[:, None] * CHUNK + steps[None, :]
     for level in tl.static_range(LEVELS):
         tl.store(place + level * CHUNK * CHUNK, tl.where((differ >> level) == 1, both, 0.0))
-    tl.store(place + LEVELS * CHUNK * CHUNK, tl.where(differ == 0, both, 0.0))
+    if not ERASES:  # an erasure does not meet its own row
+        tl.store(place + LEVELS * CHUNK * CHUNK, tl.where(differ == 0, both, 0.0))
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_seq"])
+@triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
 def _channel_gradients_kernel(
-    q_ptr,  # [tokens, HQ, K]
-    k_ptr,  # [tokens, HK, K]
-    v_ptr,  # [tokens, HV, V]
-    grad_ptr,  # dO, [tokens, HV, V]
+    q_ptr,  # [tokens, HQ, K], or [rows, HQ, K] where QUERY_STEPS is 1
+    k_ptr,  # [rows, HK, K]
+    v_ptr,  # [rows, HV, V]
+    grad_ptr,  # dO, [tokens, HV, V], or [rows, HV, V] where QUERY_STEPS is 1
+    rate_ptr,  # factor on q, [rows, HV], or None
     log_decay_ptr,  # [tokens, HV, K]
     pairs_ptr,  # [chunks, HV, L + 1, C, C] of _level_pairs_kernel
     states_ptr,  # S at chunk starts, [chunks, HV, K, V]
-    grad_states_ptr,  # dS at chunk ends, [chunks, HV, K, V]
+    grad_states_ptr,  # dS at chunk ends, [chunks, HV, K, V]; None of erasures, which write nothing
     sums_ptr,  # sum_tables
     spread_ptr,  # spread_tables
-    dq_ptr,  # [tokens, HV, K]
-    dk_ptr,  # [tokens, HV, K]
+    dq_ptr,  # [tokens, HV, K], or [rows, HV, K] where QUERY_STEPS is 1
+    dk_ptr,  # [rows, HV, K]
+    drate_ptr,  # [blocks of K, HV, rows] float32, or None
     dgate_ptr,  # [tokens, HV, K] float32
     chunks_ptr,  # [chunks, 4], or None for a batch
     scale,
     T,
     chunks_per_seq,
+    rows,
     HQ: tl.constexpr,
     HK: tl.constexpr,
     HV: tl.constexpr,
@@ -102,6 +110,9 @@ def _channel_gradients_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     LEVELS: tl.constexpr,
+    STEPS: tl.constexpr,
+    QUERY_STEPS: tl.constexpr,
+    ERASES: tl.constexpr,
     PRECISION: tl.constexpr,
     SELECTS_POINTERS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -118,32 +129,44 @@ def _channel_gradients_kernel(
     valid = steps < end - start
     columns = (pid % BLOCKS_K) * BLOCK_K + tl.arange(0, BLOCK_K)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
-    q_ptr += (start * HQ + head // (HV // HQ)) * K
+    q_ptr += head // (HV // HQ) * K
     k_ptr += (start * HK + head // (HV // HK)) * K
     v_ptr += (start * HV + head) * V
-    grad_ptr += (start * HV + head) * V
+    grad_ptr += head * V
+    tokens, query_rows = start + steps, (start + steps) // QUERY_STEPS
     row = (start * HV + head) * K  # of the arrays with a row for every value head
     mask = valid[:, None] & (columns < K)[None, :]
+    mask_queries = mask & (tokens % QUERY_STEPS == QUERY_STEPS - 1)[:, None]
 
-    high, low = split_gate(load_rows(log_decay_ptr + row, steps, valid, columns, HV * K, K, BLOCK_K), PRECISION)
-    q = load_rows(q_ptr, steps, valid, columns, HQ * K, K, BLOCK_K)
+    gate = load_step(log_decay_ptr + head * K, start, steps, valid, columns, HV * K, K, BLOCK_K, STEPS, 0)
+    high, low = split_gate(gate, PRECISION)
     k = load_rows(k_ptr, steps, valid, columns, HK * K, K, BLOCK_K)
     place = pairs_ptr + (chunk * HV + head) * ((LEVELS + 1) * CHUNK * CHUNK) + steps[:, None] * CHUNK + steps[None, :]
-    own = tl.load(place + LEVELS * CHUNK * CHUNK)
-    dq = tl.dot(own, k, input_precision=PRECISION)
-    dk = tl.dot(own, q, input_precision=PRECISION)
+    q_rows = q_ptr + query_rows[:, None] * (HQ * K)
+    k_rows = k_ptr + steps[:, None] * (HK * K)
+    if ERASES:
+        dq = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
+        dk = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
+    else:
+        q = tl.load(q_rows + columns[None, :], mask=mask_queries, other=0.0)
+        own = tl.load(place + LEVELS * CHUNK * CHUNK)
+        dq = tl.dot(own, k, input_precision=PRECISION)
+        dk = tl.dot(own, q, input_precision=PRECISION)
     dgate = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
+    rate = load_scalars(rate_ptr + start * HV + head, steps, valid, HV)[:, None] if rate_ptr is not None else 1.0
     # queries or keys are read anew at each level: held through the loop, they would spill
-    q_rows, k_rows = q_ptr + steps[:, None] * (HQ * K), k_ptr + steps[:, None] * (HK * K)
     for level in tl.range(LEVELS, num_stages=STAGES):
         later = is_later(steps, level)[:, None]
         if SELECTS_POINTERS:
-            x = tl.load(tl.where(later == 1, q_rows, k_rows) + columns[None, :], mask=mask, other=0.0)
+            reads = mask_queries | (mask & (later == 0))
+            x = tl.load(tl.where(later == 1, q_rows, k_rows) + columns[None, :], mask=reads, other=0.0)
         else:  # the compiler for AMD has no pointer that is one of two
-            x = tl.load(q_rows + columns[None, :], mask=mask & (later == 1), other=0.0)
+            x = tl.load(q_rows + columns[None, :], mask=mask_queries & (later == 1), other=0.0)
             x += tl.load(k_rows + columns[None, :], mask=mask & (later == 0), other=0.0)
         pairs = tl.load(place + level * CHUNK * CHUNK)
         factor = tl.exp2(sums(sums_ptr, level, high, low, CHUNK, PRECISION))
+        if rate_ptr is not None:
+            x = x * tl.where(later == 1, rate, 1.0)
         x = (x * factor).to(dtype)
         # a later row takes the keys of the earlier half, an earlier row the queries of the later half
         d = tl.dot(pairs, x.to(dtype), input_precision=PRECISION)
@@ -159,77 +182,115 @@ def _channel_gradients_kernel(
     for block in tl.static_range((V + BLOCK_V - 1) // BLOCK_V):
         v_columns = block * BLOCK_V + tl.arange(0, BLOCK_V)
         mask_state = (columns < K)[:, None] & (v_columns < V)[None, :]
-        grad = load_rows(grad_ptr, steps, valid, v_columns, HV * V, V, BLOCK_V)
+        grad = load_step(grad_ptr, start, steps, valid, v_columns, HV * V, V, BLOCK_V, QUERY_STEPS, QUERY_STEPS - 1)
         state = tl.load(states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
         from_state = tl.dot(grad, tl.trans(state), from_state, input_precision=PRECISION)
     reach = sums(sums_ptr, LEVELS + 1, high, low, CHUNK, PRECISION)
     total = tl.exp2(tl.sum(tl.where((steps == CHUNK - 1)[:, None], reach, 0.0), axis=0))
     from_state *= tl.exp2(reach) * scale
     dq += from_state
-    offsets = row + steps[:, None] * (HV * K) + columns[None, :]
-    tl.store(dq_ptr + offsets, dq.to(dtype), mask=mask)
-    q = load_rows(q_ptr, steps, valid, columns, HQ * K, K, BLOCK_K)
+    q = tl.load(q_rows + columns[None, :], mask=mask_queries, other=0.0).to(tl.float32)
+    if drate_ptr is not None:
+        place = drate_ptr + ((pid % BLOCKS_K) * HV + head) * rows + tokens
+        tl.store(place, tl.sum(q * dq, axis=1), mask=valid)
+    if rate_ptr is not None:
+        dq *= rate
+        q *= rate
+    query_place = dq_ptr + (query_rows * HV + head)[:, None] * K + columns[None, :]
+    tl.store(query_place, dq.to(dtype), mask=mask_queries)
     dgate = spread(spread_ptr, LEVELS + 1, q * from_state, dgate, CHUNK, PRECISION)
 
-    from_state = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
-    kept = tl.zeros([BLOCK_K, BLOCK_K], dtype=tl.float32)  # its diagonal is the sum over V of S dS
-    for block in tl.static_range((V + BLOCK_V - 1) // BLOCK_V):
-        v_columns = block * BLOCK_V + tl.arange(0, BLOCK_V)
-        mask_state = (columns < K)[:, None] & (v_columns < V)[None, :]
-        v = load_rows(v_ptr, steps, valid, v_columns, HV * V, V, BLOCK_V)
-        state = tl.load(states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
-        grad_state = tl.load(grad_states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
-        from_state = tl.dot(v, tl.trans(grad_state), from_state, input_precision=PRECISION)
-        kept = tl.dot(grad_state, tl.trans(state), kept, input_precision=PRECISION)
-    from_state *= tl.exp2(sums(sums_ptr, LEVELS, high, low, CHUNK, PRECISION))
-    dk += from_state
+    offsets = row + steps[:, None] * (HV * K) + columns[None, :]
+    if grad_states_ptr is not None:
+        from_state = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
+        kept = tl.zeros([BLOCK_K, BLOCK_K], dtype=tl.float32)  # its diagonal is the sum over V of S dS
+        for block in tl.static_range((V + BLOCK_V - 1) // BLOCK_V):
+            v_columns = block * BLOCK_V + tl.arange(0, BLOCK_V)
+            mask_state = (columns < K)[:, None] & (v_columns < V)[None, :]
+            v = load_rows(v_ptr, steps, valid, v_columns, HV * V, V, BLOCK_V)
+            state = tl.load(states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
+            grad_state = tl.load(grad_states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
+            from_state = tl.dot(v, tl.trans(grad_state), from_state, input_precision=PRECISION)
+            kept = tl.dot(grad_state, tl.trans(state), kept, input_precision=PRECISION)
+        from_state *= tl.exp2(sums(sums_ptr, LEVELS, high, low, CHUNK, PRECISION))
+        dk += from_state
+        k = load_rows(k_ptr, steps, valid, columns, HK * K, K, BLOCK_K)
+        dgate = spread(spread_ptr, LEVELS, k * from_state, dgate, CHUNK, PRECISION)
+        channels = tl.arange(0, BLOCK_K)
+        kept = tl.sum(tl.where(channels[:, None] == channels[None, :], kept, 0.0), axis=0)
+        dgate += (total * kept)[None, :]
     tl.store(dk_ptr + offsets, dk.to(dtype), mask=mask)
-    k = load_rows(k_ptr, steps, valid, columns, HK * K, K, BLOCK_K)
-    dgate = spread(spread_ptr, LEVELS, k * from_state, dgate, CHUNK, PRECISION)
-    channels = tl.arange(0, BLOCK_K)
-    kept = tl.sum(tl.where(channels[:, None] == channels[None, :], kept, 0.0), axis=0)
-    tl.store(dgate_ptr + offsets, dgate + (total * kept)[None, :], mask=mask)
+    gate_place = dgate_ptr + ((tokens // STEPS) * HV + head)[:, None] * K + columns[None, :]
+    tl.store(gate_place, dgate, mask=mask & (tokens % STEPS == 0)[:, None])
+
+
+class ChannelGradients(NamedTuple):
+    """dq [B, T or R, HV, K], dk [B, R, HV, K], drate None or [blocks, HV, B R], dgate [B, T, HV, K]; the last in float32."""
+
+    q: Tensor
+    k: Tensor
+    rate: Tensor | None
+    gate: Tensor
 
 
 def channel_gradients(
-    operands: AdditiveOperands,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
     grad: Tensor,
     states: Tensor,
-    grad_states: Tensor,
+    grad_states: Tensor | None,
     chunks: Spans,
     *,
     scale: float,
     tiles: Tiles,
-) -> Gradients:
-    """Gradients of every query, key and gate, one a value head; tokens of no document get zeros."""
-    q, k, v, log_decay, *_ = operands
-    assert log_decay is not None
-    heads, value_dim, key_dim = v.shape[2], v.shape[3], q.shape[-1]
-    levels = chunks.length.bit_length() - 1
+    num_steps: int = 1,
+    rate: Tensor | None = None,
+    reads_before: bool = False,
+) -> ChannelGradients:
+    """Gradients of every query, key and gate, one a value head; rows of no document get zeros.
+
+    Args:
+        grad_states: None where q is a of erasures [B, R, HQ, K], scaled by ``rate``: those write nothing to the state.
+        chunks: in rows, of which a token has ``num_steps``: the first decays, the last has the query.
+        reads_before: erasures meet the state before the decay of their own row.
+    """
+    heads, value_dim, key_dim, size = v.shape[2], v.shape[3], q.shape[-1], chunks.length
+    num_rows, levels, erases = k.shape[0] * k.shape[1], chunks.length.bit_length() - 1, grad_states is None
     block_v = min(2 * tiles.block, max(tiles.block, power_of_2_from(value_dim)))
-    pairs = q.new_empty(chunks.count, heads, levels + 1, chunks.length, chunks.length)
+    pairs = q.new_empty(chunks.count, heads, levels + 1, size, size)
     sizes = {
         "HV": heads,
         "V": value_dim,
-        "CHUNK": chunks.length,
+        "CHUNK": size,
         "BLOCK_V": block_v,
         "LEVELS": levels,
+        "QUERY_STEPS": 1 if erases else num_steps,
+        "ERASES": erases,
         "PRECISION": products_in(q.dtype, device_family(q.device)),
     }
     place = (chunks.table, scale, chunks.seq_len, chunks.per_sequence)
     launch(_level_pairs_kernel, (chunks.count * heads,), (v, grad, pairs, *place), sizes, num_warps=4, num_stages=1)
-    make = torch.zeros_like if chunks.table is not None else torch.empty_like
-    dgate = make(log_decay, dtype=torch.float32)
-    dq, dk = make(dgate, dtype=q.dtype), make(dgate, dtype=q.dtype)
+    make, blocks = torch.empty if chunks.table is None else torch.zeros, ceil_div(key_dim, tiles.block)
+    like = {"dtype": q.dtype, "device": q.device}
+    exact = {"dtype": torch.float32, "device": q.device}
+    made = ChannelGradients(
+        make(*q.shape[:2], heads, key_dim, **like),
+        make(*k.shape[:2], heads, key_dim, **like),
+        None if rate is None else make(blocks, heads, num_rows, **exact),
+        make(log_decay.shape, **exact),
+    )
     launch(
         _channel_gradients_kernel,
-        (chunks.count * heads * ceil_div(key_dim, tiles.block),),
+        (chunks.count * heads * blocks,),
         (
-            *(q, k, v, grad, log_decay, pairs, states, grad_states),
-            sum_tables(chunks.length, q),
-            spread_tables(chunks.length, q),
-            *(dq, dk, dgate),
+            *(q, k, v, grad, rate, log_decay, pairs, states, grad_states),
+            sum_tables(size, q, reads_before=reads_before),
+            spread_tables(size, q, reads_before=reads_before),
+            *made,
             *place,
+            num_rows,
         ),
         {
             **sizes,
@@ -237,10 +298,11 @@ def channel_gradients(
             "HK": k.shape[2],
             "K": key_dim,
             "BLOCK_K": tiles.block,
+            "STEPS": num_steps,
             "SELECTS_POINTERS": device_family(q.device) != "gfx942",
             "STAGES": tiles.num_stages,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    return Gradients(dq, dk, dgate)
+    return made

@@ -25,11 +25,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch
-from .tile_triton import LEAST_LOG_DECAY, LOG2_E
+from .tile_triton import bounded
 
 
 @triton.jit
-def _sum_tables_kernel(table_ptr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
+def _sum_tables_kernel(table_ptr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr, READS_BEFORE: tl.constexpr):
     """Matrix ``level`` of the table: the gates s (columns) whose sum is the exponent of row r; see ``sum_tables``."""
     level = tl.program_id(0)
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
@@ -39,27 +39,36 @@ def _sum_tables_kernel(table_ptr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr)
         gate, named_row = column, row
     same_half = (named_row >> level) == (gate >> level)
     up_to = gate <= named_row
-    named = same_half & (up_to == (((named_row >> level) & 1) == 1))
+    is_later = ((named_row >> level) & 1) == 1
+    named = same_half & (up_to == is_later)
+    if READS_BEFORE:
+        up_to = gate < named_row
+        named = named & (up_to | (is_later == 0))
     if level == tl.num_programs(0) - 1:
         named = up_to  # reach; the level before it, whose half is the chunk, came out as rest
     place = table_ptr + (level * CHUNK + row) * CHUNK + column
     tl.store(place, named.to(table_ptr.dtype.element_ty))
 
 
-def sum_tables(chunk_size: int, like: Tensor) -> Tensor:
-    """0/1 matrices [L + 2, C, C], L = log2 C: the exponents of the L levels, then *rest*, then *reach*."""
-    return _tables(chunk_size, like, torch.float32 if like.dtype == torch.float32 else torch.float16, transposed=False)
+def sum_tables(chunk_size: int, like: Tensor, *, reads_before: bool = False) -> Tensor:
+    """0/1 matrices [L + 2, C, C], L = log2 C: the exponents of the L levels, then *rest*, then *reach*.
+
+    Args:
+        reads_before: a row of a later half, and *reach*, leave the row's own gate out.
+    """
+    dtype = torch.float32 if like.dtype == torch.float32 else torch.float16
+    return _tables(chunk_size, like, dtype, transposed=False, reads_before=reads_before)
 
 
-def spread_tables(chunk_size: int, like: Tensor) -> Tensor:
+def spread_tables(chunk_size: int, like: Tensor, *, reads_before: bool = False) -> Tensor:
     """The same matrices transposed, [L + 2, C, C]; float16 would lose small gradients, so it takes float32."""
     dtype = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
-    return _tables(chunk_size, like, dtype, transposed=True)
+    return _tables(chunk_size, like, dtype, transposed=True, reads_before=reads_before)
 
 
-def _tables(chunk_size: int, like: Tensor, dtype: torch.dtype, *, transposed: bool) -> Tensor:
+def _tables(chunk_size: int, like: Tensor, dtype: torch.dtype, *, transposed: bool, reads_before: bool) -> Tensor:
     table = like.new_empty(chunk_size.bit_length() + 1, chunk_size, chunk_size, dtype=dtype)
-    constants = {"CHUNK": chunk_size, "TRANSPOSED": transposed}
+    constants = {"CHUNK": chunk_size, "TRANSPOSED": transposed, "READS_BEFORE": reads_before}
     launch(_sum_tables_kernel, (table.shape[0],), (table,), constants, num_warps=4, num_stages=1)
     return table
 
@@ -67,8 +76,7 @@ def _tables(chunk_size: int, like: Tensor, dtype: torch.dtype, *, transposed: bo
 @triton.jit
 def split_gate(log_decay, PRECISION: tl.constexpr):
     """Base-2 gates as two parts: float16 high and low, or float32 and nothing when sums are to be exact."""
-    gate = log_decay.to(tl.float32)
-    gate = tl.where(gate < LEAST_LOG_DECAY, LEAST_LOG_DECAY, gate) * LOG2_E  # a maximum would hide a NaN
+    gate = bounded(log_decay.to(tl.float32))
     if PRECISION == "tf32":
         high = gate.to(tl.float16)
     else:

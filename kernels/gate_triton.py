@@ -16,14 +16,14 @@ from torch import Tensor
 
 from .launch import launch
 from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import LEAST_LOG_DECAY, LOG2_E, locate
+from .tile_triton import bounded, locate
 
 HEADS = 16  # a block of heads is a run of memory
 
 
 @triton.jit(do_not_specialize=["T", "spans_per_seq", "chunks_per_seq", "tokens"])
 def _cumulative_gate_kernel(
-    log_decay_ptr,  # [tokens, HV]
+    log_decay_ptr,  # [tokens / n, HV]
     gate_ptr,  # [2, HV, tokens] float32
     spans_ptr,  # [chunks, 4] or None
     T,
@@ -32,6 +32,7 @@ def _cumulative_gate_kernel(
     tokens,
     HV: tl.constexpr,
     CHUNK: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     IS_PACKED: tl.constexpr,
 ):
@@ -41,9 +42,9 @@ def _cumulative_gate_kernel(
     rows = start + tl.arange(0, CHUNK)
     heads = (pid % blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = (rows < end)[:, None] & (heads < HV)[None, :]
-    log_decay = tl.load(log_decay_ptr + rows[:, None] * HV + heads[None, :], mask=mask, other=0.0).to(tl.float64)
-    log_decay = tl.where(log_decay < LEAST_LOG_DECAY, LEAST_LOG_DECAY, log_decay)  # a maximum would hide a NaN
-    total = tl.cumsum(log_decay * LOG2_E, axis=0)
+    decays = mask & (rows % STEPS == 0)[:, None]
+    log_decay = tl.load(log_decay_ptr + (rows // STEPS)[:, None] * HV + heads[None, :], mask=decays, other=0.0)
+    total = tl.cumsum(bounded(log_decay.to(tl.float64)), axis=0)
     high = total.to(tl.float32)
     low = (total - high.to(tl.float64)).to(tl.float32)
     offsets = heads[None, :].to(tl.int64) * tokens + rows[:, None]
@@ -51,17 +52,27 @@ def _cumulative_gate_kernel(
     tl.store(gate_ptr + HV * tokens.to(tl.int64) + offsets, low, mask=mask)
 
 
-def cumulative_gate(log_decay: Tensor, chunks: Spans) -> Tensor:
-    """G of every token as [2, HV, tokens] float32 for log_decay [B, T, HV]; tokens of no document stay unwritten."""
+def cumulative_gate(log_decay: Tensor, chunks: Spans, *, num_steps: int = 1) -> Tensor:
+    """G of every row as [2, HV, rows] float32 for log_decay [B, T, HV]; rows of no document stay unwritten.
+
+    Args:
+        chunks: in rows, of which a token has ``num_steps``; the first of them decays.
+    """
     heads = log_decay.shape[-1]
-    gate = log_decay.new_empty(2, heads, log_decay.shape[0] * log_decay.shape[1], dtype=torch.float32)
+    gate = log_decay.new_empty(2, heads, log_decay.shape[0] * log_decay.shape[1] * num_steps, dtype=torch.float32)
     block = min(HEADS, power_of_2_from(heads))
     arguments = (log_decay.contiguous(), gate, chunks.table)
     launch(
         _cumulative_gate_kernel,
         (chunks.count * ceil_div(heads, block),),
         (*arguments, chunks.seq_len, chunks.per_sequence, chunks.per_sequence, gate.shape[2]),
-        {"HV": heads, "CHUNK": chunks.length, "BLOCK_H": block, "IS_PACKED": chunks.table is not None},
+        {
+            "HV": heads,
+            "CHUNK": chunks.length,
+            "STEPS": num_steps,
+            "BLOCK_H": block,
+            "IS_PACKED": chunks.table is not None,
+        },
         num_warps=4,
         num_stages=1,
     )

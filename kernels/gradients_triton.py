@@ -29,11 +29,10 @@ from .launch_config import Tiles, device_family, products_in
 from .spans import Spans, ceil_div, power_of_2_from
 from .tile_triton import (
     FIXED,
-    LEAST_LOG_DECAY,
-    LOG2_E,
     NO_DECAY,
     SCALAR,
     between,
+    bounded,
     decay_kind,
     load_gate,
     load_rows,
@@ -119,7 +118,7 @@ def _gradients_kernel(
     reach, rest = tl.full([CHUNK, 1], 1.0, tl.float32), tl.full([CHUNK, 1], 1.0, tl.float32)
     total = 1.0
     if DECAY == FIXED:
-        gamma = tl.maximum(tl.load(gate_ptr + head).to(tl.float32), LEAST_LOG_DECAY) * LOG2_E
+        gamma = bounded(tl.load(gate_ptr + head).to(tl.float32))
         reach, total = tl.exp2(gamma * (steps + 1))[:, None], tl.exp2(gamma * count)
         rest = tl.exp2(gamma * tl.maximum(count - 1 - steps, 0))[:, None]
         lag = gamma * (steps[:, None] - steps[None, :])

@@ -71,6 +71,46 @@ class AdditiveConfig:
         )
 
 
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Tiles of every kernel of the delta family for one size of head.
+
+    Attributes:
+        chunk_size: micro-steps a chunk.
+        products: blocks over key_dim of the products with the inverse.
+        walk: blocks over value_dim of the walk that makes outputs.
+        saving: the same while it saves what the gradients need.
+        reverse: the same in the reverse walk.
+        summary: blocks over value_dim of the walk that makes states only.
+        gradients: blocks over key_dim.
+        channel_pairs: blocks over key_dim; diagonal decay.
+        channel_gradients: blocks over key_dim; diagonal decay.
+        fill: programs that keep the device busy; a walk with fewer is cut into segments of the sequence.
+    """
+
+    chunk_size: int
+    products: Tiles
+    walk: Tiles
+    saving: Tiles
+    reverse: Tiles
+    summary: Tiles
+    gradients: Tiles
+    channel_pairs: Tiles
+    channel_gradients: Tiles
+    fill: int
+
+    def __hash__(self) -> int:
+        """Of numbers alone, as of ``AdditiveConfig``."""
+        return hash((self.chunk_size, self.fill))
+
+    @classmethod
+    def uniform(cls, chunk_size: int, tiles: Tiles, *, fill: int = 100) -> "DeltaConfig":
+        """The same tiles for every kernel."""
+        return cls(
+            chunk_size=chunk_size, fill=fill, **{field.name: tiles for field in fields(cls) if field.type is Tiles}
+        )
+
+
 # The largest K of a row, then the row. The ptxas of Triton 3.6 can multiply a right operand narrower than 64 columns
 # wrongly on Hopper, or read it from where nothing is (seen with blocks of 32): 16-bit rows pad smaller heads to 64.
 _NVIDIA_16_BIT = {
@@ -122,6 +162,56 @@ def additive_config(family: Family, key_dim: int, value_dim: int, dtype: torch.d
         rows = _FLOAT32
     else:
         rows = _CDNA3_16_BIT if family == "gfx942" else _NVIDIA_16_BIT
+    return next(row for largest, row in rows.items() if key_dim <= largest)
+
+
+_DELTA_NVIDIA_16_BIT = {
+    128: DeltaConfig(
+        chunk_size=64,
+        products=Tiles(64, 4, 1),
+        walk=Tiles(64, 4, 2),
+        saving=Tiles(64, 4, 2),
+        reverse=Tiles(64, 4, 2),
+        summary=Tiles(64, 4, 3),
+        gradients=Tiles(64, 4, 1),
+        channel_pairs=Tiles(64, 4, 3),
+        channel_gradients=Tiles(64, 4, 3),
+        fill=200,
+    ),
+    256: replace(
+        DeltaConfig.uniform(64, Tiles(64, 8, 1)),
+        products=Tiles(64, 4, 1),
+        gradients=Tiles(64, 4, 1),
+        channel_pairs=Tiles(64, 4, 3),
+        channel_gradients=Tiles(64, 4, 3),
+    ),
+    512: replace(
+        DeltaConfig.uniform(32, Tiles(64, 8, 1)),
+        products=Tiles(64, 4, 1),
+        gradients=Tiles(64, 4, 1),
+        channel_pairs=Tiles(64, 4, 1),
+        channel_gradients=Tiles(64, 4, 1),
+    ),
+}
+_DELTA_CDNA3_16_BIT = {
+    128: DeltaConfig.uniform(64, Tiles(64, 4, 1)),
+    512: DeltaConfig.uniform(32, Tiles(64, 8, 1)),
+}
+_DELTA_FLOAT32 = {
+    128: DeltaConfig.uniform(32, Tiles(32, 4, 1)),
+    512: DeltaConfig.uniform(16, Tiles(16, 4, 1)),
+}
+_DELTA_INTERPRETER = {512: DeltaConfig.uniform(32, Tiles(16, 4, 1), fill=4)}
+
+
+def delta_config(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> DeltaConfig:
+    """The row of the table of the delta family for heads of this size."""
+    if family == "interpreter":
+        rows = _DELTA_INTERPRETER
+    elif dtype == torch.float32:
+        rows = _DELTA_FLOAT32
+    else:
+        rows = _DELTA_CDNA3_16_BIT if family == "gfx942" else _DELTA_NVIDIA_16_BIT
     return next(row for largest, row in rows.items() if key_dim <= largest)
 
 

@@ -53,6 +53,48 @@ def load_rows(ptr, steps, valid, columns, STRIDE: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
+def load_step(
+    ptr,
+    first,
+    steps,
+    valid,
+    columns,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Micro-steps ``first + steps`` of a [tokens, STRIDE] array, STEPS a token: step STEP has its row, others are zero.
+
+    Decays belong to the first step of a token, queries to the last.
+    """
+    if STEPS == 1:
+        rows = load_rows(ptr + first * STRIDE, steps, valid, columns, STRIDE, WIDTH, BLOCK)
+    else:
+        row = first + steps
+        mask = (valid & (row % STEPS == STEP))[:, None] & (columns < WIDTH)[None, :]
+        rows = tl.load(ptr + (row // STEPS)[:, None] * STRIDE + columns[None, :], mask=mask, other=0.0)
+    return rows
+
+
+@triton.jit
+def load_scalars(ptr, steps, valid, STRIDE: tl.constexpr):
+    """One number a row, float32, 1 where there is no array."""
+    if ptr is not None:
+        result = tl.load(ptr + steps * STRIDE, mask=valid, other=0.0).to(tl.float32)
+    else:
+        result = tl.full(steps.shape, 1.0, tl.float32)
+    return result
+
+
+@triton.jit
+def bounded(log_decay):
+    """A log decay in base 2, finite, so that no sum of them is -inf - -inf. A maximum would hide a NaN."""
+    return tl.where(log_decay < LEAST_LOG_DECAY, LEAST_LOG_DECAY, log_decay) * LOG2_E
+
+
+@triton.jit
 def load_gate(gate_ptr, start, head, steps, count, tokens, HV: tl.constexpr):
     """Cumulative gate of a chunk, high and low part, and the same at its last token; gate is [2, HV, tokens].
 
@@ -70,11 +112,20 @@ def load_gate(gate_ptr, start, head, steps, count, tokens, HV: tl.constexpr):
 
 
 @triton.jit
+def load_gate_before(gate_ptr, start, head, steps, count, tokens, HV: tl.constexpr):
+    """The cumulative gate of ``load_gate`` before the decay of each row, 0 at the chunk's first row."""
+    high_ptr = gate_ptr + head * tokens + start
+    low_ptr = high_ptr + HV * tokens.to(tl.int64)
+    rows = tl.minimum(steps - 1, count - 1)
+    return tl.load(high_ptr + rows, mask=steps > 0, other=0.0), tl.load(low_ptr + rows, mask=steps > 0, other=0.0)
+
+
+@triton.jit
 def between(high, low, EXACT: tl.constexpr):
     """Sum of log decays over s < r <= t for rows t and columns s (t >= s), [C, C].
 
-    For 16-bit inputs the high parts are enough: their difference is off by 2^-24 |G|, which stays below half a unit of
-    float16 up to |G| = 2^13.
+    For 16-bit inputs the high parts are enough: e to their difference is off by 2^-24 |G| of itself, which stays below
+    a quarter of a unit of float16 up to |G| = 2^11.
     """
     lag = high[:, None] - high[None, :]
     if EXACT:

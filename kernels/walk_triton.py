@@ -34,11 +34,10 @@ from .spans import Spans, ceil_div, power_of_2_from
 from .tile_triton import (
     DIAGONAL,
     FIXED,
-    LEAST_LOG_DECAY,
-    LOG2_E,
     NO_DECAY,
     SCALAR,
     between,
+    bounded,
     load_gate,
     load_rows,
     locate,
@@ -107,7 +106,7 @@ def _walk_kernel(
     else:
         state = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
     if DECAY == FIXED:
-        gamma = tl.maximum(tl.load(gate_ptr + head).to(tl.float32), LEAST_LOG_DECAY) * LOG2_E
+        gamma = bounded(tl.load(gate_ptr + head).to(tl.float32))
         fixed_pairs = tl.exp2(tl.where(seen, gamma * tl.abs(steps[:, None] - steps[None, :]), -float("inf")))
     if decay_ptr is not None:
         if DECAY == DIAGONAL:

@@ -1,0 +1,398 @@
+"""Gradients of the delta family, for all chunks at once, from S, dS at the borders of a chunk, U, dO and dR of the walks.
+
+    dP = scale lower(dO U^T) e^L         dA = -strictly_lower(dR U^T) e^L
+    dq = (dO S) reach scale + dP b       x  = -(dR S) reach + dA b          da = r x      dr = x^T a
+    db = (U dS) rest + dP^T q + dA^T (r a)         dv = w dR      dw = dR^T v
+
+Transposes are products of their own, as in ``gradients_triton``, and so is the gate's gradient: pairs of P and of A that
+a token lies between, rows i >= t of q dq and r a x with the state, rows j < t of b db, and S total dS.
+
+Work split: one program a (block of K, chunk, head); U, dO and dR are read whole by each, and the first block of K writes
+dv. Sums over K (dr, the gate) are written a block at a time. Where a is b their gradients are one. Bytes a row and head,
+16-bit, K = V = 128, C = 64: reads q, b, U, dO, dR, S, dS (2304), writes dq, db, dv (768); again a read and da written
+(512) where a is free. Floor: the same. Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
+Oracle: autograd through ``chunk.py``. Source: arXiv:2406.06484 section 3, arXiv:2412.06464 section 3.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .delta_operands import DeltaOperands
+from .launch import launch
+from .launch_config import Tiles, device_family, products_in
+from .spans import Spans, ceil_div, power_of_2_from
+from .tile_triton import (
+    SCALAR,
+    decay_kind,
+    load_rows,
+    load_scalars,
+    load_step,
+    locate,
+)
+
+
+@triton.jit
+def _between(terms, later, before, PRECISION: tl.constexpr, IN_BFLOAT16: tl.constexpr):
+    """For each t the sum of terms [key j, query i] over the i that ``later`` [i, t] names and the j before t."""
+    if IN_BFLOAT16:
+        sums = tl.dot(terms.to(tl.bfloat16), later.to(tl.bfloat16))
+    else:
+        sums = tl.dot(terms, later.to(tl.float32), input_precision=PRECISION)
+    return tl.sum(tl.where(before, sums, 0.0), axis=0)
+
+
+@triton.jit
+def _load_gate(high_ptr, low_offset, steps, count, EXACT: tl.constexpr):
+    """Cumulative gate of a chunk's rows, high and low part; the last one after the chunk's end."""
+    rows = tl.minimum(steps, count - 1)
+    high = tl.load(high_ptr + rows)
+    low = high
+    if EXACT:
+        low = tl.load(high_ptr + low_offset + rows)
+    return high, low
+
+
+@triton.jit
+def _load_gate_before(high_ptr, low_offset, steps, count, EXACT: tl.constexpr):
+    """The same before the decay of each row, 0 at the chunk's first row."""
+    rows = tl.minimum(steps - 1, count - 1)
+    high = tl.load(high_ptr + rows, mask=steps > 0, other=0.0)
+    low = high
+    if EXACT:
+        low = tl.load(high_ptr + low_offset + rows, mask=steps > 0, other=0.0)
+    return high, low
+
+
+@triton.jit
+def _lag(read, read_low, high, low, EXACT: tl.constexpr):
+    """Sum of log decays between reading rows and writing columns; see ``between``."""
+    lag = read[:, None] - high[None, :]
+    if EXACT:
+        lag += read_low[:, None] - low[None, :]
+    return lag
+
+
+@triton.jit
+def _lag_t(read, read_low, high, low, EXACT: tl.constexpr):
+    """The same between reading columns and writing rows."""
+    lag = read[None, :] - high[:, None]
+    if EXACT:
+        lag += read_low[None, :] - low[:, None]
+    return lag
+
+
+@triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
+def _delta_gradients_kernel(
+    q_ptr,  # [tokens, HQ, K]
+    a_ptr,  # [rows, HA, K], or None for b
+    b_ptr,  # [rows, HB, K]
+    v_ptr,  # [rows, HV, V]; None without dw
+    corrected_ptr,  # U, [rows, HV, V]
+    grad_ptr,  # dO, [tokens, HV, V]
+    residual_ptr,  # dR, [rows, HV, V]
+    rate_ptr,  # [rows, HV], or None for 1
+    weight_ptr,  # [rows, HV], or None for 1
+    gate_ptr,  # None | [2, HV, rows] of cumulative_gate
+    states_ptr,  # S at chunk starts, [chunks, HV, K, V]
+    grad_states_ptr,  # dS at chunk ends, [chunks, HV, K, V]
+    dq_ptr,  # [tokens, HV, K]
+    da_ptr,  # [rows, HV, K]; None where a is b
+    db_ptr,  # [rows, HV, K]
+    dv_ptr,  # [rows, HV, V]; None where it is dR
+    drate_ptr,  # None | [blocks of K, HV, rows] float32
+    dweight_ptr,  # None | [HV, rows] float32
+    dgate_ptr,  # None | [blocks of K, HV, tokens] float32
+    chunks_ptr,  # [chunks, 4], or None for a batch
+    scale,
+    T,
+    chunks_per_seq,
+    rows,
+    HQ: tl.constexpr,
+    HA: tl.constexpr,
+    HB: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STEPS: tl.constexpr,
+    DECAY: tl.constexpr,
+    READS_BEFORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    BLOCKS_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    block = pid % BLOCKS_K
+    head = ((pid // BLOCKS_K) % HV).to(tl.int64)
+    start, end, chunk = locate(
+        pid // (BLOCKS_K * HV), chunks_ptr, T, chunks_per_seq, chunks_per_seq, CHUNK, CHUNK, chunks_ptr is not None
+    )
+    if start >= end:
+        return
+    steps = tl.arange(0, CHUNK)
+    count = (end - start).to(tl.int32)
+    valid = steps < count
+    row = start + steps
+    columns = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_k = columns < K
+    dtype: tl.constexpr = b_ptr.dtype.element_ty
+    IN_BFLOAT16: tl.constexpr = dtype == tl.bfloat16
+    EXACT: tl.constexpr = dtype == tl.float32
+    not_earlier, not_later = steps[:, None] >= steps[None, :], steps[:, None] <= steps[None, :]
+    later, before = steps[:, None] > steps[None, :], steps[:, None] < steps[None, :]
+
+    q_ptr += head // (HV // HQ) * K
+    b_ptr += (start * HB + head // (HV // HB)) * K
+    grad_ptr += head * V
+    corrected_ptr += (start * HV + head) * V
+    residual_ptr += (start * HV + head) * V
+    row_offsets = ((start * HV + head) * K) + steps[:, None] * (HV * K) + columns[None, :]
+    state_offset = (chunk * HV + head) * K * V + columns[:, None] * V
+    mask = valid[:, None] & mask_k[None, :]
+    high_ptr = gate_ptr
+    if DECAY == SCALAR:
+        high_ptr += head * rows + start
+    low_offset = HV * rows.to(tl.int64)
+
+    # queries
+    pairs = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+    pairs_t = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+    for part in tl.static_range(BLOCKS_V):
+        v_columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
+        u = load_rows(corrected_ptr, steps, valid, v_columns, HV * V, V, BLOCK_V)
+        grad = load_step(grad_ptr, start, steps, valid, v_columns, HV * V, V, BLOCK_V, STEPS, STEPS - 1)
+        pairs = tl.dot(grad, tl.trans(u), pairs, input_precision=PRECISION)
+        pairs_t = tl.dot(u, tl.trans(grad), pairs_t, input_precision=PRECISION)
+    pairs, pairs_t = tl.where(not_earlier, pairs * scale, 0.0), tl.where(not_later, pairs_t * scale, 0.0)
+    if DECAY == SCALAR:
+        high, low = _load_gate(high_ptr, low_offset, steps, count, EXACT)
+        pairs *= tl.exp2(tl.where(not_earlier, _lag(high, low, high, low, EXACT), 0.0))
+        pairs_t *= tl.exp2(tl.where(not_later, _lag_t(high, low, high, low, EXACT), 0.0))
+    q = load_step(q_ptr, start, steps, valid, columns, HQ * K, K, BLOCK_K, STEPS, STEPS - 1)
+    b = load_rows(b_ptr, steps, valid, columns, HB * K, K, BLOCK_K)
+    dq = tl.dot(pairs.to(dtype), b, input_precision=PRECISION)
+    narrow_t = pairs_t.to(dtype)
+    db = tl.dot(narrow_t, q, input_precision=PRECISION)
+    dgate = tl.zeros([CHUNK], dtype=tl.float32)
+    if dgate_ptr is not None:
+        terms = tl.dot(b, tl.trans(q), input_precision=PRECISION) * narrow_t
+        dgate += _between(tl.where(before, terms, 0.0), not_earlier, before, PRECISION, IN_BFLOAT16)
+    from_state = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
+    for part in tl.static_range(BLOCKS_V):
+        v_columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
+        mask_state = mask_k[:, None] & (v_columns < V)[None, :]
+        grad = load_step(grad_ptr, start, steps, valid, v_columns, HV * V, V, BLOCK_V, STEPS, STEPS - 1)
+        state = tl.load(states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
+        from_state = tl.dot(grad, tl.trans(state), from_state, input_precision=PRECISION)
+    from_state *= scale
+    if DECAY == SCALAR:
+        from_state *= tl.exp2(high)[:, None]
+    dq += from_state
+    if dgate_ptr is not None:
+        dgate += tl.sum(tl.where(not_earlier, tl.sum(q * from_state, axis=1)[:, None], 0.0), axis=0)
+    mask_reads = mask
+    if STEPS > 1:
+        mask_reads = mask & (row % STEPS == STEPS - 1)[:, None]
+    dq_place = dq_ptr + ((row // STEPS) * HV + head)[:, None] * K + columns[None, :]
+    tl.store(dq_place, dq.to(dtype), mask=mask_reads)
+
+    # erasures; b and the gate are loaded anew: kept from above, they would spill
+    pairs = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+    pairs_t = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+    dweight = tl.zeros([CHUNK], dtype=tl.float32)
+    for part in tl.static_range(BLOCKS_V):
+        v_columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
+        u = load_rows(corrected_ptr, steps, valid, v_columns, HV * V, V, BLOCK_V)
+        residual = load_rows(residual_ptr, steps, valid, v_columns, HV * V, V, BLOCK_V)
+        pairs = tl.dot(residual, tl.trans(u), pairs, input_precision=PRECISION)
+        pairs_t = tl.dot(u, tl.trans(residual), pairs_t, input_precision=PRECISION)
+        if dv_ptr is not None:
+            if block == 0:
+                mask_v = valid[:, None] & (v_columns < V)[None, :]
+                v_offsets = (start * HV + head) * V + steps[:, None] * (HV * V) + v_columns[None, :]
+                weight = load_scalars(weight_ptr + start * HV + head, steps, valid, HV)
+                tl.store(dv_ptr + v_offsets, (residual * weight[:, None]).to(dtype), mask=mask_v)
+                if dweight_ptr is not None:
+                    v = tl.load(v_ptr + v_offsets, mask=mask_v, other=0.0)
+                    dweight += tl.sum(residual.to(tl.float32) * v, axis=1)
+    if dweight_ptr is not None:
+        if block == 0:
+            tl.store(dweight_ptr + head * rows + row, dweight, mask=valid)
+    pairs, pairs_t = tl.where(later, -pairs, 0.0), tl.where(before, -pairs_t, 0.0)
+    if DECAY == SCALAR:
+        high, low = _load_gate(high_ptr, low_offset, steps, count, EXACT)
+        read, read_low = high, low
+        if READS_BEFORE:
+            read, read_low = _load_gate_before(high_ptr, low_offset, steps, count, EXACT)
+        pairs *= tl.exp2(tl.where(later, _lag(read, read_low, high, low, EXACT), 0.0))
+        pairs_t *= tl.exp2(tl.where(before, _lag_t(read, read_low, high, low, EXACT), 0.0))
+    rate = tl.full([CHUNK], 1.0, tl.float32)
+    if rate_ptr is not None:
+        rate = load_scalars(rate_ptr + start * HV + head, steps, valid, HV)
+    pairs_t *= rate[None, :]
+    b = load_rows(b_ptr, steps, valid, columns, HB * K, K, BLOCK_K)
+    if a_ptr is not None:
+        a = load_rows(a_ptr + (start * HA + head // (HV // HA)) * K, steps, valid, columns, HA * K, K, BLOCK_K)
+    else:
+        a = b
+    da = tl.dot(pairs.to(dtype), b, input_precision=PRECISION)
+    narrow_t = pairs_t.to(dtype)
+    db = tl.dot(narrow_t, a, db, input_precision=PRECISION)
+    if dgate_ptr is not None:
+        terms = tl.dot(b, tl.trans(a), input_precision=PRECISION) * narrow_t
+        if READS_BEFORE:
+            dgate += _between(terms, later, before, PRECISION, IN_BFLOAT16)
+        else:
+            dgate += _between(terms, not_earlier, before, PRECISION, IN_BFLOAT16)
+    from_state = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
+    for part in tl.static_range(BLOCKS_V):
+        v_columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
+        mask_state = mask_k[:, None] & (v_columns < V)[None, :]
+        residual = load_rows(residual_ptr, steps, valid, v_columns, HV * V, V, BLOCK_V)
+        state = tl.load(states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
+        from_state = tl.dot(residual, tl.trans(state), from_state, input_precision=PRECISION)
+    if DECAY == SCALAR:
+        from_state *= tl.exp2(read)[:, None]
+    da -= from_state
+    if dgate_ptr is not None:
+        by_row = tl.sum(a * from_state, axis=1) * rate
+        if READS_BEFORE:
+            dgate -= tl.sum(tl.where(later, by_row[:, None], 0.0), axis=0)
+        else:
+            dgate -= tl.sum(tl.where(not_earlier, by_row[:, None], 0.0), axis=0)
+    if drate_ptr is not None:
+        tl.store(drate_ptr + (block * HV + head) * rows + row, tl.sum(a * da, axis=1), mask=valid)
+    da *= rate[:, None]
+    if da_ptr is not None:
+        tl.store(da_ptr + row_offsets, da.to(dtype), mask=mask)
+    else:
+        db += da
+
+    # keys
+    from_state = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
+    kept = tl.zeros([BLOCK_K, BLOCK_K], dtype=tl.float32)  # its diagonal is the sum over V of S dS
+    for part in tl.static_range(BLOCKS_V):
+        v_columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
+        mask_state = mask_k[:, None] & (v_columns < V)[None, :]
+        u = load_rows(corrected_ptr, steps, valid, v_columns, HV * V, V, BLOCK_V)
+        grad_state = tl.load(grad_states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
+        from_state = tl.dot(u, tl.trans(grad_state), from_state, input_precision=PRECISION)
+        if dgate_ptr is not None:
+            state = tl.load(states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
+            kept = tl.dot(grad_state, tl.trans(state), kept, input_precision=PRECISION)
+    total = 1.0
+    if DECAY == SCALAR:
+        high, low = _load_gate(high_ptr, low_offset, steps, count, EXACT)
+        high_end, low_end = tl.load(high_ptr + count - 1), tl.load(high_ptr + low_offset + count - 1)
+        total, rest = tl.exp2(high_end), high_end - high
+        if EXACT:
+            rest += low_end - low
+        from_state *= tl.exp2(rest)[:, None]
+    db += from_state
+    tl.store(db_ptr + row_offsets, db.to(dtype), mask=mask)
+    if dgate_ptr is not None:
+        channels = tl.arange(0, BLOCK_K)
+        # a sum of a sum over one axis would stop the compiler for Blackwell
+        kept = tl.sum(tl.where(channels[:, None] == channels[None, :], kept, 0.0))
+        dgate += tl.sum(tl.where(before, tl.sum(b * from_state, axis=1)[:, None], 0.0), axis=0)
+        dgate += total * kept
+        mask_gate = valid
+        if STEPS > 1:
+            mask_gate = valid & (row % STEPS == 0)
+        tl.store(dgate_ptr + (block * HV + head) * (rows // STEPS) + row // STEPS, dgate, mask=mask_gate)
+
+
+class RowGradients(NamedTuple):
+    """Gradients a value head, before sums over heads that share a key and over blocks of K.
+
+    Attributes:
+        q: [B, T, HV, K].
+        a: [B, R, HV, K], or None where it is part of b.
+        b: [B, R, HV, K].
+        v: [B, R, HV, V].
+        rate: None or [blocks, HV, B R] float32.
+        weight: None or [HV, B R] float32.
+        gate: None, [blocks, HV, B T] or [B, T, HV, K], float32.
+    """
+
+    q: Tensor
+    a: Tensor | None
+    b: Tensor
+    v: Tensor
+    rate: Tensor | None
+    weight: Tensor | None
+    gate: Tensor | None
+
+
+def delta_gradients(
+    operands: DeltaOperands,
+    grad: Tensor,
+    corrected: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    states: Tensor,
+    grad_states: Tensor,
+    chunks: Spans,
+    *,
+    scale: float,
+    tiles: Tiles,
+    needs_gate: bool,
+) -> RowGradients:
+    """Gradients of every row without a diagonal decay; rows of no document get zeros. dR becomes dv where w is 1."""
+    q, a, b, v, rate, weight, *_ = operands
+    (batch, num_rows, heads, value_dim), key_dim, steps = v.shape, q.shape[-1], operands.num_steps
+    block_k = tiles.block
+    blocks = ceil_div(key_dim, block_k)
+    make = torch.zeros if chunks.table is not None else torch.empty
+
+    def rows_of(*shape: int, dtype: torch.dtype = q.dtype) -> Tensor:
+        return make(shape, dtype=dtype, device=q.device)
+
+    total = batch * num_rows
+    made = RowGradients(
+        rows_of(batch, num_rows // steps, heads, key_dim),
+        None if a is None else rows_of(batch, num_rows, heads, key_dim),
+        rows_of(batch, num_rows, heads, key_dim),
+        residual if weight is None else rows_of(*v.shape),
+        None if rate is None else rows_of(blocks, heads, total, dtype=torch.float32),
+        None if weight is None else rows_of(heads, total, dtype=torch.float32),
+        rows_of(blocks, heads, total // steps, dtype=torch.float32) if needs_gate else None,
+    )
+    launch(
+        _delta_gradients_kernel,
+        (chunks.count * heads * blocks,),
+        (
+            *(q, a, b, None if weight is None else v, corrected, grad, residual, rate, weight, gate),
+            *(states, grad_states, made.q, made.a, made.b, None if weight is None else made.v),
+            *(made.rate, made.weight, made.gate),
+            chunks.table,
+            scale,
+            chunks.seq_len,
+            chunks.per_sequence,
+            total,
+        ),
+        {
+            "HQ": q.shape[2],
+            "HA": (b if a is None else a).shape[2],
+            "HB": b.shape[2],
+            "HV": heads,
+            "K": key_dim,
+            "V": value_dim,
+            "CHUNK": chunks.length,
+            "BLOCK_K": block_k,
+            "BLOCK_V": min(2 * block_k, max(block_k, power_of_2_from(value_dim))),
+            "STEPS": steps,
+            "DECAY": decay_kind(operands.log_decay),
+            "READS_BEFORE": operands.reads_before_decay,
+            "PRECISION": products_in(q.dtype, device_family(q.device)),
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return made

@@ -1,0 +1,392 @@
+"""The delta family on a GPU: which kernels run, on which tensors, in which order. Equations stand with the kernels.
+
+    forward     [gate] -> inverse products -> [segments: walk from zero, from the identity, join] -> walk
+    backward    [segments: reverse walk from zero, join] -> reverse walk -> gradients
+
+``gate`` is ``cumulative_gate`` for a scalar decay; ``channel_pairs``, of queries and of erasures, for a diagonal one. A
+sequence is cut into segments where one walk a (head, block of V) would leave most of the device idle.
+
+With nothing saved, backward makes the products and walks forward once more. Neither validates nor knows autograd:
+``delta_op.py`` does. Shapes: B T HQ HA HB HV K V, n micro-steps a token, R = T n rows, N sequences, C chunk.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .channel_gradients_triton import channel_gradients
+from .channel_pairs_triton import channel_pairs
+from .delta_gradients_triton import RowGradients, delta_gradients
+from .delta_operands import DeltaGradients, DeltaOperands
+from .delta_walk_triton import DeltaWalkInputs, delta_walk, join_maps
+from .gate_triton import cumulative_gate
+from .inverse_triton import ChannelErasures, inverse_products
+from .launch_config import DeltaConfig, delta_config, device_family
+from .spans import Spans, batch_spans, ceil_div, packed_spans, whole_documents
+from .tile_triton import DIAGONAL, SCALAR, decay_kind
+
+SHORTEST_SEGMENT = 8  # chunks; a shorter one costs more to join than it gains
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Tiles, and how the rows are cut."""
+
+    config: DeltaConfig
+    chunks: Spans
+    sequences: Spans
+    segments: Spans | None
+
+
+class _Products(NamedTuple):
+    """What the walks read besides values; ``gate``, ``pairs``, ``key`` as in ``delta_walk_triton``."""
+
+    query: Tensor
+    eraser: Tensor
+    gate: Tensor | None
+    pairs: Tensor
+    key: Tensor
+
+
+def delta_forward(operands: DeltaOperands, *, scale: float, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output, final state, and what backward needs besides the inputs.
+
+    Args:
+        operands: of any strides; what is not contiguous is copied.
+        save: keep products, corrected values and the state at every chunk's start; without, backward makes them again.
+
+    Returns:
+        output [B, T, HV, V] in the dtype of q, final_state [N, HV, V, K] float32, saved.
+    """
+    operands = operands.contiguous()
+    plan = _plan(operands)
+    products, inverse = _products(operands, plan, scale=scale, needs_inverse=save)
+    shape = (*operands.q.shape[:2], *operands.v.shape[2:])
+    output = operands.v.new_empty(shape) if operands.cu_seqlens is None else operands.v.new_zeros(shape)
+    if not save:
+        return output, _walk_forward(operands, products, plan, scale=scale, output=output), []
+    states, corrected = _chunk_states(operands, plan), torch.empty_like(operands.v)
+    final = _walk_forward(
+        operands, products, plan, scale=scale, output=output, states=states, corrected=(inverse, corrected)
+    )
+    return output, final, [states, corrected, *_own_tensors(products, operands)]
+
+
+def delta_backward(
+    grad_output: Tensor,
+    grad_final: Tensor | None,
+    operands: DeltaOperands,
+    saved: list[Tensor],
+    *,
+    scale: float,
+    needs_decay_grad: bool,
+) -> DeltaGradients:
+    """Gradients of every operand; arguments as ``delta_forward``."""
+    operands, grad_output = operands.contiguous(), grad_output.contiguous()
+    grad_final = None if grad_final is None else grad_final.contiguous()
+    plan = _plan(operands)
+    if saved:
+        _check_saved(saved, plan)
+        states, corrected, products = saved[0], saved[1], _saved_products(operands, saved[2:])
+    else:
+        states, corrected = _chunk_states(operands, plan), torch.empty_like(operands.v)
+        products, inverse = _products(operands, plan, scale=scale, needs_inverse=True)
+        _walk_forward(operands, products, plan, scale=scale, states=states, corrected=(inverse, corrected))
+    grad_states = torch.empty_like(states)
+    residual = _rows_like(operands.v, operands)
+    d_initial = _walk_reverse(
+        operands, products, plan, grad_output, grad_final, scale=scale, output=residual, states=grad_states
+    )
+    gradients = _channel_row_gradients if _is_diagonal(operands) else _row_gradients
+    grads = gradients(
+        operands, grad_output, corrected, residual, products.gate, (states, grad_states), plan, scale, needs_decay_grad
+    )
+    return _gradients(grads, operands, d_initial)
+
+
+def _plan(operands: DeltaOperands) -> _Plan:
+    (batch, rows, heads, value_dim), key_dim = operands.v.shape, operands.q.shape[-1]
+    config = delta_config(device_family(operands.q.device), key_dim, value_dim, operands.q.dtype)
+    if operands.cu_seqlens is None:
+        return _batch_plan(config, batch, rows, heads, value_dim)
+    offsets, size = operands.cu_seqlens * operands.num_steps, config.chunk_size
+    sequences = whole_documents(offsets, rows, size)
+    length = _segment_length(config, rows, sequences.count * heads * ceil_div(value_dim, config.walk.block))
+    segments = packed_spans(offsets, rows, length, size) if length < rows else None
+    return _Plan(config, packed_spans(offsets, rows, size, size), sequences, segments)
+
+
+@lru_cache(maxsize=1024)
+def _batch_plan(config: DeltaConfig, batch: int, rows: int, heads: int, value_dim: int) -> _Plan:
+    length = _segment_length(config, rows, batch * heads * ceil_div(value_dim, config.walk.block))
+    segments = batch_spans(batch, rows, length) if length < rows else None
+    return _Plan(config, batch_spans(batch, rows, config.chunk_size), batch_spans(batch, rows, rows), segments)
+
+
+def _segment_length(config: DeltaConfig, rows: int, programs: int) -> int:
+    """Rows a segment, a multiple of the chunk; ``rows`` or more where whole sequences fill the device."""
+    wanted = ceil_div(config.fill, programs)
+    chunks = ceil_div(ceil_div(rows, config.chunk_size), wanted)
+    return max(chunks, SHORTEST_SEGMENT) * config.chunk_size if wanted > 1 else rows
+
+
+def _is_diagonal(operands: DeltaOperands) -> bool:
+    return operands.log_decay is not None and operands.log_decay.ndim == 4
+
+
+def _rows_like(x: Tensor, operands: DeltaOperands) -> Tensor:
+    """Rows that a kernel fills: zeros where those of no document are left out."""
+    return torch.empty_like(x) if operands.cu_seqlens is None else torch.zeros_like(x)
+
+
+def _chunk_states(operands: DeltaOperands, plan: _Plan) -> Tensor:
+    heads, value_dim = operands.v.shape[2:]
+    return operands.v.new_empty(plan.chunks.count, heads, operands.q.shape[-1], value_dim)
+
+
+def _products(
+    operands: DeltaOperands, plan: _Plan, *, scale: float, needs_inverse: bool
+) -> tuple[_Products, Tensor | None]:
+    """What the walks read, and T where it is wanted."""
+    q, b, gate, channels = operands.q, operands.b, None, None
+    query, eraser = q, b if operands.a is None else operands.a
+    if operands.log_decay is not None and _is_diagonal(operands):
+        channels = _channel_erasures(operands, plan, scale=scale)
+        query, eraser, gate = channels.query, channels.eraser, channels.total
+    elif operands.log_decay is not None:
+        gate = cumulative_gate(operands.log_decay, plan.chunks, num_steps=operands.num_steps)
+    made = inverse_products(
+        operands, channels, gate, plan.chunks, scale=scale, tiles=plan.config.products, needs_inverse=needs_inverse
+    )
+    return _Products(query, eraser, gate, made.pairs, made.key), made.inverse
+
+
+def _channel_erasures(operands: DeltaOperands, plan: _Plan, *, scale: float) -> ChannelErasures:
+    log_decay, tiles, steps = operands.log_decay, plan.config.channel_pairs, operands.num_steps
+    assert log_decay is not None
+    queries = channel_pairs(
+        operands.q, operands.b, log_decay, plan.chunks, scale=scale, tiles=tiles, num_steps=steps, is_exact=True
+    )
+    a = operands.b if operands.a is None else operands.a
+    erasures = channel_pairs(
+        a,
+        operands.b,
+        log_decay,
+        plan.chunks,
+        scale=1.0,
+        tiles=tiles,
+        num_steps=steps,
+        is_exact=True,
+        rate=operands.rate,
+        erases=True,
+        reads_before=operands.reads_before_decay,
+    )
+    assert queries.rest is not None and queries.total is not None
+    return ChannelErasures(queries.reach, erasures.reach, queries.rest, erasures.pairs, queries.pairs, queries.total)
+
+
+def _own_tensors(products: _Products, operands: DeltaOperands) -> list[Tensor]:
+    """The tensors of ``products`` that are not inputs."""
+    own = [products.pairs, products.key]
+    if _is_diagonal(operands):
+        own += [products.query, products.eraser]
+    return own if products.gate is None else [*own, products.gate]
+
+
+def _saved_products(operands: DeltaOperands, own: list[Tensor]) -> _Products:
+    pairs, key, *rest = own
+    if _is_diagonal(operands):
+        query, eraser, gate = rest
+        return _Products(query, eraser, gate, pairs, key)
+    eraser = operands.b if operands.a is None else operands.a
+    return _Products(operands.q, eraser, rest[0] if rest else None, pairs, key)
+
+
+def _check_saved(saved: list[Tensor], plan: _Plan) -> None:
+    """What was saved is of chunks; other tiles in between would read it as chunks of another size."""
+    if saved[0].shape[0] != plan.chunks.count or saved[2].shape[-1] != plan.config.chunk_size:
+        raise ValueError("tuned: expected the tiles of the forward pass, got others; run backward inside tuned() too")
+
+
+def _walk_inputs(operands: DeltaOperands, products: _Products, scale: float) -> DeltaWalkInputs:
+    is_diagonal = _is_diagonal(operands)
+    return DeltaWalkInputs(
+        *(products.query, products.eraser, products.key, operands.v, products.pairs),
+        None if is_diagonal else operands.rate,
+        *(operands.weight, products.gate, operands.initial_state),
+        decay_kind(operands.log_decay),
+        operands.reads_before_decay,
+        operands.num_steps,
+        scale,
+    )
+
+
+def _walk_forward(
+    operands: DeltaOperands,
+    products: _Products,
+    plan: _Plan,
+    *,
+    scale: float,
+    output: Tensor | None = None,
+    states: Tensor | None = None,
+    corrected: tuple[Tensor | None, Tensor] | None = None,
+) -> Tensor:
+    """Walk every sequence, in segments where the plan says so; returns the final state."""
+    inputs = _walk_inputs(operands, products, scale)
+    heads, value_dim = sizes = (operands.v.shape[2], operands.v.shape[3])
+    tiles = plan.config.walk if states is None else plan.config.saving
+    final, spans, end = operands.empty_state(), plan.sequences, None
+    if plan.segments is None:
+        end = final
+    else:
+        spans = plan.segments
+        updates = final.new_empty(spans.count, *final.shape[1:])
+        start = inputs._replace(initial=None)
+        delta_walk(start, spans, sizes=sizes, tiles=plan.config.summary, final=updates)
+        join_maps(operands.initial_state, updates, _maps(start, plan, heads), final, spans, reverse=False)
+        inputs = inputs._replace(initial=updates)
+    delta_walk(inputs, spans, sizes=sizes, tiles=tiles, output=output, states=states, final=end, corrected=corrected)
+    return final
+
+
+def _walk_reverse(
+    operands: DeltaOperands,
+    products: _Products,
+    plan: _Plan,
+    grad_output: Tensor,
+    grad_final: Tensor | None,
+    *,
+    scale: float,
+    output: Tensor,
+    states: Tensor,
+) -> Tensor:
+    """dR and dS at the end of every chunk; returns the gradient of the initial state."""
+    forward = _walk_inputs(operands, products, scale)
+    heads, value_dim = sizes = (operands.v.shape[2], operands.v.shape[3])
+    inputs = forward._replace(value=grad_output, weight=None, initial=grad_final)
+    d_initial, spans, end = operands.empty_state(), plan.sequences, None
+    if plan.segments is None:
+        end = d_initial
+    else:
+        spans = plan.segments
+        updates = d_initial.new_empty(spans.count, *d_initial.shape[1:])
+        start = inputs._replace(initial=None)
+        delta_walk(start, spans, sizes=sizes, tiles=plan.config.summary, final=updates, reverse=True)
+        maps = _maps(forward._replace(initial=None), plan, heads)
+        join_maps(grad_final, updates, maps, d_initial, spans, reverse=True)
+        inputs = inputs._replace(initial=updates)
+    delta_walk(
+        inputs, spans, sizes=sizes, tiles=plan.config.reverse, output=output, states=states, final=end, reverse=True
+    )
+    return d_initial
+
+
+def _maps(inputs: DeltaWalkInputs, plan: _Plan, heads: int) -> Tensor:
+    """P of every segment, [segments, HV, K, K]: what the walk makes of the identity without values."""
+    assert plan.segments is not None
+    key_dim = inputs.key.shape[-1]
+    maps = inputs.key.new_empty(plan.segments.count, heads, key_dim, key_dim, dtype=torch.float32)
+    bare = inputs._replace(value=None, weight=None)
+    delta_walk(bare, plan.segments, sizes=(heads, key_dim), tiles=plan.config.summary, final=maps)
+    return maps
+
+
+def _row_gradients(
+    operands: DeltaOperands,
+    grad_output: Tensor,
+    corrected: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    borders: tuple[Tensor, Tensor],
+    plan: _Plan,
+    scale: float,
+    needs_gate: bool,
+) -> RowGradients:
+    return delta_gradients(
+        operands,
+        grad_output,
+        corrected,
+        residual,
+        gate,
+        *borders,
+        plan.chunks,
+        scale=scale,
+        tiles=plan.config.gradients,
+        needs_gate=needs_gate and gate is not None,
+    )
+
+
+def _channel_row_gradients(
+    operands: DeltaOperands,
+    grad_output: Tensor,
+    corrected: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    borders: tuple[Tensor, Tensor],
+    plan: _Plan,
+    scale: float,
+    needs_gate: bool,
+) -> RowGradients:
+    """Under a diagonal decay: of queries that read U, and of erasures that are queries of the additive family for -dR."""
+    q, a, b, v, rate, weight, log_decay, *_ = operands
+    assert log_decay is not None
+    steps, tiles = operands.num_steps, plan.config.channel_gradients
+    reads = channel_gradients(
+        q, b, corrected, log_decay, grad_output, *borders, plan.chunks, scale=scale, tiles=tiles, num_steps=steps
+    )
+    erasures = channel_gradients(
+        b if a is None else a,
+        b,
+        corrected,
+        log_decay,
+        residual,
+        borders[0],
+        None,
+        plan.chunks,
+        scale=-1.0,
+        tiles=tiles,
+        num_steps=steps,
+        rate=rate,
+        reads_before=operands.reads_before_decay,
+    )
+    key = reads.k + erasures.k if a is not None else reads.k + erasures.k + erasures.q
+    dv, dweight = residual, None
+    if weight is not None:
+        dv = (residual * weight.unsqueeze(-1)).to(v.dtype)
+        dweight = (residual * v).sum(-1, dtype=torch.float32).flatten(0, 1).T
+    gate = reads.gate + erasures.gate if needs_gate else None
+    return RowGradients(reads.q, None if a is None else erasures.q, key, dv, erasures.rate, dweight, gate)
+
+
+def _gradients(grads: RowGradients, operands: DeltaOperands, d_initial: Tensor) -> DeltaGradients:
+    """Sums over the heads that share a key, and over blocks of K."""
+    batch, rows = operands.v.shape[:2]
+
+    def by_row(x: Tensor | None, like: Tensor | None) -> Tensor | None:
+        if x is None or like is None:
+            return None
+        return x.reshape(-1, x.shape[-2], batch, rows).sum(0).permute(1, 2, 0).to(like.dtype)
+
+    gate = grads.gate
+    if gate is not None and operands.log_decay is not None and operands.log_decay.ndim == 3:
+        gate = gate.sum(0).T.reshape(operands.log_decay.shape)
+    return DeltaGradients(
+        _sum_groups(grads.q, operands.q.shape),
+        None if grads.a is None or operands.a is None else _sum_groups(grads.a, operands.a.shape),
+        _sum_groups(grads.b, operands.b.shape),
+        grads.v,
+        by_row(grads.rate, operands.rate),
+        by_row(grads.weight, operands.weight),
+        None if gate is None or operands.log_decay is None else gate.to(operands.log_decay.dtype),
+        d_initial,
+    )
+
+
+def _sum_groups(x: Tensor, shape: torch.Size) -> Tensor:
+    """[B, T, HV, K] -> [B, T, H, K]: a key head's gradient is the sum over the value heads that share it."""
+    if x.shape == shape:
+        return x
+    return x.unflatten(2, (shape[2], -1)).sum(3, dtype=torch.float32).to(x.dtype)

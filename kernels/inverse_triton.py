@@ -1,0 +1,315 @@
+"""What erasures make of the rows of a chunk, for all chunks at once: an inverse, and its products with queries and keys.
+
+    A_ij = r_i a_i^T e^{L} b_j  (j < i)          T = (I + A)^-1
+    P_ij = scale q_i^T e^{L} b_j  (j <= i)       Q = P T        W = T^T (b rest)
+
+With R = w v - (r a reach) S0 the corrected values are U = T R, so that o = (q reach) S0^T + P U and
+S1 = S0 total + U^T (b rest) become
+
+    o = (q reach) S0^T + Q R          S1 = S0 total + R^T W
+
+and a walk has no triangular system to solve: the delta family is the additive family with other pairs and other keys.
+Rounding Q and W to 16 bits is also safer than rounding T and U: where keys repeat, entries of T of order one cancel in
+both products, which is over by then. (64 equal keys, beta 1, bfloat16: outputs off by 2e-3; through T and U, 1e-2.)
+
+T is made in blocks of 16 rows. A diagonal one by X <- X - X (A between the halves of each block of 2w rows) X at w = 1,
+2, 4, 8, where X is exact at every w and unit keys keep its entries at 2 or below (powers of A would reach 1e20 for equal
+keys and beta = 2); the others by substitution, T_ij = -T_ii sum over j <= k < i of A_ik T_kj. For 16-bit inputs T takes
+part in products as two parts, high and low.
+
+Work split: ``_inverse_kernel``, one warp a (chunk, head), so that nothing waits at a barrier; ``_products_kernel``, four. Bytes a row and head, 16-bit, K = 128, C = 64: reads q, a, b (768; 512 where a
+is b), writes Q and W (384), and T for the backward pass (128), which is the floor. Under a diagonal decay ``channel_pairs``
+has made P and A, and b rest.
+Shapes: B T HV K, n micro-steps a token, R = T n rows, C chunk.
+Oracle: ``chunk.py`` (triangular solve). Source: arXiv:2406.06484 section 3.2, with T moved to the other side.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .delta_operands import DeltaOperands
+from .launch import launch
+from .launch_config import Tiles, device_family, products_in
+from .spans import Spans, power_of_2_from
+from .tile_triton import (
+    DIAGONAL,
+    SCALAR,
+    between,
+    decay_kind,
+    load_gate,
+    load_rows,
+    load_scalars,
+    load_step,
+    locate,
+)
+
+
+@triton.jit
+def _inverse_of_block(erasures, PRECISION: tl.constexpr):
+    """(I + A)^-1 for strictly lower A, [16, 16]."""
+    steps = tl.arange(0, 16)
+    differ = steps[:, None] ^ steps[None, :]
+    inverse = tl.where(differ == 0, 1.0, 0.0) - tl.where(differ == 1, erasures, 0.0)
+    for level in tl.range(1, 4, num_stages=1):
+        between_halves = tl.where((differ >> level) == 1, erasures, 0.0)
+        product = tl.dot(inverse, between_halves, input_precision=PRECISION)
+        inverse -= tl.dot(product, inverse, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
+def _inverse_kernel(
+    a_ptr,  # [rows, HA, K]; None under a diagonal decay
+    b_ptr,  # [rows, HB, K]; None under a diagonal decay
+    rate_ptr,  # [rows, HV], or None for 1
+    gate_ptr,  # scalar decay: [2, HV, rows] of cumulative_gate; else None
+    erasures_ptr,  # diagonal decay: A, [chunks, HV, C, C] float32; else None
+    inverse_ptr,  # T, [chunks, HV, C, C] float32
+    chunks_ptr,  # [chunks, 4], or None for a batch
+    T,
+    chunks_per_seq,
+    rows,
+    HA: tl.constexpr,
+    HB: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DECAY: tl.constexpr,
+    READS_BEFORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    head = (pid % HV).to(tl.int64)
+    start, end, chunk = locate(
+        pid // HV, chunks_ptr, T, chunks_per_seq, chunks_per_seq, CHUNK, CHUNK, chunks_ptr is not None
+    )
+    if start >= end:
+        return
+    count = (end - start).to(tl.int32)
+    steps, all_steps = tl.arange(0, 16), tl.arange(0, CHUNK)
+    if DECAY != DIAGONAL:
+        a_ptr += (start * HA + head // (HV // HA)) * K
+        b_ptr += (start * HB + head // (HV // HB)) * K
+    if rate_ptr is not None:
+        rate_ptr += start * HV + head
+    low_offset = HV * rows.to(tl.int64)
+    if DECAY == SCALAR:
+        gate_ptr += head * rows + start
+    place = (chunk * HV + head) * CHUNK * CHUNK
+    panel = steps[:, None] * CHUNK + all_steps[None, :]
+    for i in tl.range(CHUNK // 16, num_stages=1):
+        row = i * 16 + steps
+        rate = load_scalars(rate_ptr, row, row < count, HV)
+        later = tl.where(all_steps[None, :] == row[:, None], 1.0, 0.0)  # I - A T of the blocks before
+        own = tl.zeros([16, 16], dtype=tl.float32)
+        for k in tl.range(i + 1, num_stages=1):
+            column = k * 16 + steps
+            if DECAY == DIAGONAL:
+                erasures = tl.load(erasures_ptr + place + row[:, None] * CHUNK + column[None, :])
+            else:
+                erasures = tl.zeros([16, 16], dtype=tl.float32)
+                for block in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+                    columns = block * BLOCK_K + tl.arange(0, BLOCK_K)
+                    a = load_rows(a_ptr, row, row < count, columns, HA * K, K, BLOCK_K)
+                    b = load_rows(b_ptr, column, column < count, columns, HB * K, K, BLOCK_K)
+                    erasures = tl.dot(a, tl.trans(b), erasures, input_precision=PRECISION)
+                erasures *= rate[:, None]
+                if DECAY == SCALAR:
+                    reads = tl.maximum(tl.minimum(row - READS_BEFORE, count - 1), 0)
+                    writes = tl.minimum(column, count - 1)
+                    lag = tl.load(gate_ptr + reads)[:, None] - tl.load(gate_ptr + writes)[None, :]
+                    lag += tl.load(gate_ptr + low_offset + reads)[:, None]
+                    lag -= tl.load(gate_ptr + low_offset + writes)[None, :]
+                    erasures *= tl.exp2(tl.where(row[:, None] > column[None, :], lag, 0.0))
+            if k < i:
+                before = tl.load(inverse_ptr + place + k * 16 * CHUNK + panel)
+                later -= tl.dot(erasures, before, input_precision=EXACT)
+            else:
+                own = tl.where(steps[:, None] > steps[None, :], erasures, 0.0)
+        inverse = tl.dot(_inverse_of_block(own, EXACT), later, input_precision=EXACT)
+        tl.store(inverse_ptr + place + i * 16 * CHUNK + panel, inverse)
+        tl.debug_barrier()  # the next blocks load it
+
+
+@triton.jit
+def _low_part(x, high):
+    """What ``high``, x in 16 bits, leaves of x."""
+    return (x - high.to(tl.float32)).to(high.dtype)
+
+
+@triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
+def _products_kernel(
+    q_ptr,  # [tokens, HQ, K]; None under a diagonal decay
+    b_ptr,  # [rows, HB, K]; b rest, [rows, HV, K], under a diagonal decay
+    gate_ptr,  # scalar decay: [2, HV, rows] of cumulative_gate; else None
+    visible_ptr,  # diagonal decay: P, [chunks, HV, C, C] float32; else None
+    inverse_ptr,  # T, [chunks, HV, C, C] float32
+    pairs_ptr,  # Q, [chunks, HV, C, C]
+    key_ptr,  # W, [rows, HV, K]
+    narrow_ptr,  # T in the dtype of q, [chunks, HV, C, C], or None
+    chunks_ptr,  # [chunks, 4], or None for a batch
+    scale,
+    T,
+    chunks_per_seq,
+    rows,
+    HQ: tl.constexpr,
+    HB: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    DECAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    head = (pid % HV).to(tl.int64)
+    start, end, chunk = locate(
+        pid // HV, chunks_ptr, T, chunks_per_seq, chunks_per_seq, CHUNK, CHUNK, chunks_ptr is not None
+    )
+    if start >= end:
+        return
+    steps = tl.arange(0, CHUNK)
+    count = (end - start).to(tl.int32)
+    valid = steps < count
+    dtype: tl.constexpr = b_ptr.dtype.element_ty
+    IS_SPLIT: tl.constexpr = dtype != tl.float32
+    b_ptr += (start * HB + head // (HV // HB)) * K
+    place = (chunk * HV + head) * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :]
+    not_earlier = steps[:, None] >= steps[None, :]
+    rest = tl.full([CHUNK, 1], 1.0, tl.float32)
+    if DECAY == DIAGONAL:
+        visible = tl.load(visible_ptr + place)
+    else:
+        q_ptr += head // (HV // HQ) * K
+        visible = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+        for block in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+            columns = block * BLOCK_K + tl.arange(0, BLOCK_K)
+            q = load_step(q_ptr, start, steps, valid, columns, HQ * K, K, BLOCK_K, STEPS, STEPS - 1)
+            b = load_rows(b_ptr, steps, valid, columns, HB * K, K, BLOCK_K)
+            visible = tl.dot(q, tl.trans(b), visible, input_precision=PRECISION)
+        visible *= scale
+        if DECAY == SCALAR:
+            high, low, high_end, low_end = load_gate(gate_ptr, start, head, steps, count, rows, HV)
+            rest = tl.exp2(high_end - high + (low_end - low))[:, None]
+            visible *= tl.exp2(tl.where(not_earlier, between(high, low, True), 0.0))
+    visible = tl.where(not_earlier, visible, 0.0)
+    inverse = tl.load(inverse_ptr + place)
+    inverse_high, visible_high = inverse.to(dtype), visible.to(dtype)
+    pairs = tl.dot(visible_high, inverse_high, input_precision=PRECISION)
+    if IS_SPLIT:
+        inverse_low = _low_part(inverse, inverse_high)
+        pairs = tl.dot(visible_high, inverse_low, pairs)
+        pairs = tl.dot(_low_part(visible, visible_high), inverse_high, pairs)
+    tl.store(pairs_ptr + place, pairs.to(dtype))
+    if narrow_ptr is not None:
+        tl.store(narrow_ptr + place, inverse_high)
+    # the transpose is loaded, not made: that of a tile just cast goes wrong on Hopper
+    inverse = tl.load(inverse_ptr + (chunk * HV + head) * CHUNK * CHUNK + steps[None, :] * CHUNK + steps[:, None])
+    inverse_high = inverse.to(dtype)
+    if IS_SPLIT:
+        inverse_low = _low_part(inverse, inverse_high)
+    key_ptr += (start * HV + head) * K
+    for block in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        columns = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        b = load_rows(b_ptr, steps, valid, columns, HB * K, K, BLOCK_K)
+        if DECAY == SCALAR:
+            b = (b * rest).to(dtype)
+        key = tl.dot(inverse_high, b, input_precision=PRECISION)
+        if IS_SPLIT:
+            key = tl.dot(inverse_low, b, key)
+        mask = valid[:, None] & (columns < K)[None, :]
+        tl.store(key_ptr + steps[:, None] * (HV * K) + columns[None, :], key.to(dtype), mask=mask)
+
+
+class ChannelErasures(NamedTuple):
+    """What a diagonal decay makes of the rows of a chunk before the inverse.
+
+    Attributes:
+        query: q reach scale, [B, R, HV, K], zero but for a token's last row.
+        eraser: r a reach, [B, R, HV, K].
+        rest: b rest, [B, R, HV, K].
+        erasures: A, [chunks, HV, C, C] float32; its upper half means nothing.
+        pairs: P, [chunks, HV, C, C] float32.
+        total: decay across each chunk, [chunks, HV, K] float32.
+    """
+
+    query: Tensor
+    eraser: Tensor
+    rest: Tensor
+    erasures: Tensor
+    pairs: Tensor
+    total: Tensor
+
+
+class InverseProducts(NamedTuple):
+    """Q [chunks, HV, C, C], W [B, R, HV, K] and T [chunks, HV, C, C] or None."""
+
+    pairs: Tensor
+    key: Tensor
+    inverse: Tensor | None
+
+
+def inverse_products(
+    operands: DeltaOperands,
+    channels: ChannelErasures | None,
+    gate: Tensor | None,
+    chunks: Spans,
+    *,
+    scale: float,
+    tiles: Tiles,
+    needs_inverse: bool,
+) -> InverseProducts:
+    """Products of every chunk; rows of no document stay unwritten.
+
+    Args:
+        channels: under a diagonal decay, what ``channel_erasures`` made.
+        gate: under a scalar decay, ``cumulative_gate`` of the rows.
+        chunks: in rows.
+    """
+    q, b = operands.q, operands.b
+    heads, key_dim, size = operands.v.shape[2], q.shape[-1], chunks.length
+    a = b if operands.a is None else operands.a
+    if channels is not None:
+        a = b = channels.rest  # for its sizes
+    inverse = q.new_empty(chunks.count, heads, size, size, dtype=torch.float32)
+    result = InverseProducts(
+        q.new_empty(inverse.shape),
+        q.new_empty(b.shape[0], b.shape[1], heads, key_dim),
+        q.new_empty(inverse.shape) if needs_inverse else None,
+    )
+    precision = products_in(q.dtype, device_family(q.device))
+    place = (chunks.table, chunks.seq_len, chunks.per_sequence, b.shape[0] * b.shape[1])
+    decay = decay_kind(operands.log_decay)
+    sizes = {"HB": b.shape[2], "HV": heads, "K": key_dim, "CHUNK": size, "DECAY": decay, "PRECISION": precision}
+    given = (None, None, None, None, channels.erasures) if channels else (a, b, operands.rate, gate, None)
+    launch(
+        _inverse_kernel,
+        (chunks.count * heads,),
+        (*given, inverse, *place),
+        {
+            **sizes,
+            "HA": a.shape[2],
+            "BLOCK_K": max(16, power_of_2_from(min(key_dim, 128))),
+            "READS_BEFORE": int(operands.reads_before_decay),
+            "EXACT": "ieee" if precision == "ieee" else "tf32x3",
+        },
+        num_warps=1,
+        num_stages=1,
+    )
+    given = (None, channels.rest, None, channels.pairs) if channels else (q, b, gate, None)
+    launch(
+        _products_kernel,
+        (chunks.count * heads,),
+        (*given, inverse, *result, place[0], scale, *place[1:]),
+        {**sizes, "HQ": q.shape[2], "BLOCK_K": tiles.block, "STEPS": operands.num_steps},
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return result
