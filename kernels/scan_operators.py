@@ -183,10 +183,10 @@ class ScanOperators:
             )
 
     def _backward_operator(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """``_backward`` with something in place of a gradient that is not there: an operator's result is not None."""
+        """``_backward`` as compilers are told: contiguous, and with something in place of None, which is no result."""
         dq, *grads = self._backward(*arguments)
         assert dq is not None
-        return dq, *(dq.new_empty(0) if grad is None else grad for grad in grads)
+        return dq.contiguous(), *(dq.new_empty(0) if grad is None else grad.contiguous() for grad in grads)
 
     def _backward_fake(
         self, grad_output: Tensor | None, grad_final: Tensor | None, *arguments: Any
