@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import delta_torch
 from .delta_operands import DeltaGradients, DeltaOperands
-from .launch_config import device_family
+from .launch_config import delta_config, device_family
 from .scan_operators import ScanOperators, has_kernels
 from .spans import ceil_div
 
@@ -76,8 +76,6 @@ def _saved_like(operands: DeltaOperands) -> list[Tensor]:
 
     R is divided, and compared with nothing, so no graph is tied to one length.
     """
-    from .launch_config import delta_config
-
     q, v, log_decay, cu_seqlens = operands.q, operands.v, operands.log_decay, operands.cu_seqlens
     (batch, num_rows, num_heads, value_dim), key_dim = v.shape, q.shape[-1]
     size = delta_config(device_family(q.device), int(key_dim), int(value_dim), q.dtype).chunk_size
