@@ -225,7 +225,7 @@ def _channel_gradients_kernel(
 
 
 class ChannelGradients(NamedTuple):
-    """dq [B, T or R, HV, K], dk [B, R, HV, K], drate None or [blocks, HV, B R], dgate [B, T, HV, K]; the last in float32."""
+    """dq [B, T or R, HV, K], dk [B, R, HV, K]; float32 drate, None or [blocks, HV, B R], and dgate [B, T, HV, K]."""
 
     q: Tensor
     k: Tensor

@@ -1,16 +1,16 @@
-"""Gradients of the delta family, for all chunks at once, from S, dS at the borders of a chunk, U, dO and dR of the walks.
+"""Gradients of the delta family, for all chunks at once, from what the walks left: S and dS at borders, U, dO and dR.
 
     dP = scale lower(dO U^T) e^L         dA = -strictly_lower(dR U^T) e^L
     dq = (dO S) reach scale + dP b       x  = -(dR S) reach + dA b          da = r x      dr = x^T a
     db = (U dS) rest + dP^T q + dA^T (r a)         dv = w dR      dw = dR^T v
 
-Transposes are products of their own, as in ``gradients_triton``, and so is the gate's gradient: pairs of P and of A that
-a token lies between, rows i >= t of q dq and r a x with the state, rows j < t of b db, and S total dS.
+Transposes are products of their own, as in ``gradients_triton``. A scalar gate gets what rows i >= t take from the
+state, what rows j < t write to it and S total dS here; the pairs that it lies between, by ``gate_pairs_triton``.
 
-Work split: one program a (block of K, chunk, head); U, dO and dR are read whole by each, and the first block of K writes
-dv. Sums over K (dr, the gate) are written a block at a time. Where a is b their gradients are one. Bytes a row and head,
-16-bit, K = V = 128, C = 64: reads q, b, U, dO, dR, S, dS (2304), writes dq, db, dv (768); again a read and da written
-(512) where a is free. Floor: the same. Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
+Work split: one program a (block of K, chunk, head); U, dO and dR are read whole by each, and the first block of K
+writes dv. Sums over K (dr, the gate) are written a block at a time. Where a is b their gradients are one. Bytes a row
+and head, 16-bit, K = V = 128, C = 64: reads q, b, U, dO, dR, S, dS (2304), writes dq, db, dv (768); again a read and da
+written (512) where a is free. Floor: the same. Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: autograd through ``chunk.py``. Source: arXiv:2406.06484 section 3, arXiv:2412.06464 section 3.
 """
 
@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .delta_operands import DeltaOperands
+from .gate_pairs_triton import gate_pairs
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
 from .spans import Spans, ceil_div, power_of_2_from
@@ -33,16 +34,6 @@ from .tile_triton import (
     load_step,
     locate,
 )
-
-
-@triton.jit
-def _between(terms, later, before, PRECISION: tl.constexpr, IN_BFLOAT16: tl.constexpr):
-    """For each t the sum of terms [key j, query i] over the i that ``later`` [i, t] names and the j before t."""
-    if IN_BFLOAT16:
-        sums = tl.dot(terms.to(tl.bfloat16), later.to(tl.bfloat16))
-    else:
-        sums = tl.dot(terms, later.to(tl.float32), input_precision=PRECISION)
-    return tl.sum(tl.where(before, sums, 0.0), axis=0)
 
 
 @triton.jit
@@ -105,7 +96,7 @@ def _delta_gradients_kernel(
     dv_ptr,  # [rows, HV, V]; None where it is dR
     drate_ptr,  # None | [blocks of K, HV, rows] float32
     dweight_ptr,  # None | [HV, rows] float32
-    dgate_ptr,  # None | [blocks of K, HV, tokens] float32
+    dgate_ptr,  # None | [blocks of K, HV, tokens] float32: all but what ``gate_pairs_triton`` adds
     chunks_ptr,  # [chunks, 4], or None for a batch
     scale,
     T,
@@ -142,7 +133,6 @@ def _delta_gradients_kernel(
     columns = block * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_k = columns < K
     dtype: tl.constexpr = b_ptr.dtype.element_ty
-    IN_BFLOAT16: tl.constexpr = dtype == tl.bfloat16
     EXACT: tl.constexpr = dtype == tl.float32
     not_earlier, not_later = steps[:, None] >= steps[None, :], steps[:, None] <= steps[None, :]
     later, before = steps[:, None] > steps[None, :], steps[:, None] < steps[None, :]
@@ -179,10 +169,6 @@ def _delta_gradients_kernel(
     dq = tl.dot(pairs.to(dtype), b, input_precision=PRECISION)
     narrow_t = pairs_t.to(dtype)
     db = tl.dot(narrow_t, q, input_precision=PRECISION)
-    dgate = tl.zeros([CHUNK], dtype=tl.float32)
-    if dgate_ptr is not None:
-        terms = tl.dot(b, tl.trans(q), input_precision=PRECISION) * narrow_t
-        dgate += _between(tl.where(before, terms, 0.0), not_earlier, before, PRECISION, IN_BFLOAT16)
     from_state = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
     for part in tl.static_range(BLOCKS_V):
         v_columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -195,7 +181,7 @@ def _delta_gradients_kernel(
         from_state *= tl.exp2(high)[:, None]
     dq += from_state
     if dgate_ptr is not None:
-        dgate += tl.sum(tl.where(not_earlier, tl.sum(q * from_state, axis=1)[:, None], 0.0), axis=0)
+        read = tl.sum(q * from_state, axis=1)
     mask_reads = mask
     if STEPS > 1:
         mask_reads = mask & (row % STEPS == STEPS - 1)[:, None]
@@ -227,11 +213,11 @@ def _delta_gradients_kernel(
     pairs, pairs_t = tl.where(later, -pairs, 0.0), tl.where(before, -pairs_t, 0.0)
     if DECAY == SCALAR:
         high, low = _load_gate(high_ptr, low_offset, steps, count, EXACT)
-        read, read_low = high, low
+        read_high, read_low = high, low
         if READS_BEFORE:
-            read, read_low = _load_gate_before(high_ptr, low_offset, steps, count, EXACT)
-        pairs *= tl.exp2(tl.where(later, _lag(read, read_low, high, low, EXACT), 0.0))
-        pairs_t *= tl.exp2(tl.where(before, _lag_t(read, read_low, high, low, EXACT), 0.0))
+            read_high, read_low = _load_gate_before(high_ptr, low_offset, steps, count, EXACT)
+        pairs *= tl.exp2(tl.where(later, _lag(read_high, read_low, high, low, EXACT), 0.0))
+        pairs_t *= tl.exp2(tl.where(before, _lag_t(read_high, read_low, high, low, EXACT), 0.0))
     rate = tl.full([CHUNK], 1.0, tl.float32)
     if rate_ptr is not None:
         rate = load_scalars(rate_ptr + start * HV + head, steps, valid, HV)
@@ -244,12 +230,6 @@ def _delta_gradients_kernel(
     da = tl.dot(pairs.to(dtype), b, input_precision=PRECISION)
     narrow_t = pairs_t.to(dtype)
     db = tl.dot(narrow_t, a, db, input_precision=PRECISION)
-    if dgate_ptr is not None:
-        terms = tl.dot(b, tl.trans(a), input_precision=PRECISION) * narrow_t
-        if READS_BEFORE:
-            dgate += _between(terms, later, before, PRECISION, IN_BFLOAT16)
-        else:
-            dgate += _between(terms, not_earlier, before, PRECISION, IN_BFLOAT16)
     from_state = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
     for part in tl.static_range(BLOCKS_V):
         v_columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -258,14 +238,10 @@ def _delta_gradients_kernel(
         state = tl.load(states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
         from_state = tl.dot(residual, tl.trans(state), from_state, input_precision=PRECISION)
     if DECAY == SCALAR:
-        from_state *= tl.exp2(read)[:, None]
+        from_state *= tl.exp2(read_high)[:, None]
     da -= from_state
     if dgate_ptr is not None:
-        by_row = tl.sum(a * from_state, axis=1) * rate
-        if READS_BEFORE:
-            dgate -= tl.sum(tl.where(later, by_row[:, None], 0.0), axis=0)
-        else:
-            dgate -= tl.sum(tl.where(not_earlier, by_row[:, None], 0.0), axis=0)
+        erased = tl.sum(a * from_state, axis=1) * rate
     if drate_ptr is not None:
         tl.store(drate_ptr + (block * HV + head) * rows + row, tl.sum(a * da, axis=1), mask=valid)
     da *= rate[:, None]
@@ -276,7 +252,7 @@ def _delta_gradients_kernel(
 
     # keys
     from_state = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
-    kept = tl.zeros([BLOCK_K, BLOCK_K], dtype=tl.float32)  # its diagonal is the sum over V of S dS
+    kept = tl.zeros([BLOCK_K], dtype=tl.float32)
     for part in tl.static_range(BLOCKS_V):
         v_columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
         mask_state = mask_k[:, None] & (v_columns < V)[None, :]
@@ -285,7 +261,7 @@ def _delta_gradients_kernel(
         from_state = tl.dot(u, tl.trans(grad_state), from_state, input_precision=PRECISION)
         if dgate_ptr is not None:
             state = tl.load(states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
-            kept = tl.dot(grad_state, tl.trans(state), kept, input_precision=PRECISION)
+            kept += tl.sum(grad_state.to(tl.float32) * state, axis=1)
     total = 1.0
     if DECAY == SCALAR:
         high, low = _load_gate(high_ptr, low_offset, steps, count, EXACT)
@@ -297,11 +273,13 @@ def _delta_gradients_kernel(
     db += from_state
     tl.store(db_ptr + row_offsets, db.to(dtype), mask=mask)
     if dgate_ptr is not None:
-        channels = tl.arange(0, BLOCK_K)
-        # a sum of a sum over one axis would stop the compiler for Blackwell
-        kept = tl.sum(tl.where(channels[:, None] == channels[None, :], kept, 0.0))
-        dgate += tl.sum(tl.where(before, tl.sum(b * from_state, axis=1)[:, None], 0.0), axis=0)
-        dgate += total * kept
+        # rows i >= t meet the state, rows j < t write to it
+        if READS_BEFORE:
+            met = tl.where(not_earlier, read[:, None], 0.0) - tl.where(later, erased[:, None], 0.0)
+        else:
+            met = tl.where(not_earlier, (read - erased)[:, None], 0.0)
+        met += tl.where(before, tl.sum(b * from_state, axis=1)[:, None], 0.0)
+        dgate = tl.sum(met, axis=0) + total * tl.sum(kept, axis=0)
         mask_gate = valid
         if STEPS > 1:
             mask_gate = valid & (row % STEPS == 0)
@@ -318,7 +296,7 @@ class RowGradients(NamedTuple):
         v: [B, R, HV, V].
         rate: None or [blocks, HV, B R] float32.
         weight: None or [HV, B R] float32.
-        gate: None, [blocks, HV, B T] or [B, T, HV, K], float32.
+        gate: None, [parts, HV, B T] or [B, T, HV, K], float32.
     """
 
     q: Tensor
@@ -342,6 +320,7 @@ def delta_gradients(
     *,
     scale: float,
     tiles: Tiles,
+    pair_tiles: Tiles,
     needs_gate: bool,
 ) -> RowGradients:
     """Gradients of every row without a diagonal decay; rows of no document get zeros. dR becomes dv where w is 1."""
@@ -362,8 +341,10 @@ def delta_gradients(
         residual if weight is None else rows_of(*v.shape),
         None if rate is None else rows_of(blocks, heads, total, dtype=torch.float32),
         None if weight is None else rows_of(heads, total, dtype=torch.float32),
-        rows_of(blocks, heads, total // steps, dtype=torch.float32) if needs_gate else None,
+        rows_of(blocks + 1, heads, total // steps, dtype=torch.float32) if needs_gate else None,
     )
+    if made.gate is not None and gate is not None:
+        gate_pairs(operands, grad, corrected, residual, gate, chunks, made.gate[blocks], scale=scale, tiles=pair_tiles)
     launch(
         _delta_gradients_kernel,
         (chunks.count * heads * blocks,),

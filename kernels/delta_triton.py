@@ -26,7 +26,7 @@ from .gate_triton import cumulative_gate
 from .inverse_triton import ChannelErasures, inverse_products
 from .launch_config import DeltaConfig, delta_config, device_family
 from .spans import Spans, batch_spans, ceil_div, packed_spans, whole_documents
-from .tile_triton import DIAGONAL, SCALAR, decay_kind
+from .tile_triton import decay_kind
 
 SHORTEST_SEGMENT = 8  # chunks; a shorter one costs more to join than it gains
 
@@ -315,6 +315,7 @@ def _row_gradients(
         plan.chunks,
         scale=scale,
         tiles=plan.config.gradients,
+        pair_tiles=plan.config.products,
         needs_gate=needs_gate and gate is not None,
     )
 
@@ -330,7 +331,7 @@ def _channel_row_gradients(
     scale: float,
     needs_gate: bool,
 ) -> RowGradients:
-    """Under a diagonal decay: of queries that read U, and of erasures that are queries of the additive family for -dR."""
+    """Under a diagonal decay: of queries that read U, and of erasures, which are queries with the gradient -dR."""
     q, a, b, v, rate, weight, log_decay, *_ = operands
     assert log_decay is not None
     steps, tiles = operands.num_steps, plan.config.channel_gradients

@@ -6,7 +6,7 @@ Forward, for the rows of one chunk and the state S at its start; Q, W and T are 
 
 Reverse, last chunk first, dS at the chunk's end:
 
-    dR = Q^T dO + W dS^T                                                 dS <- dS total + dO^T (q reach) - dR^T (r a reach)
+    dR = Q^T dO + W dS^T              dS <- dS total + dO^T (q reach) - dR^T (r a reach)
 
 U is stored for the gradients only: nothing in the walk waits for it. R takes part in Q R and R^T W as two 16-bit parts:
 with beta = 2 and a key that repeats, its terms in S cancel, and one part would lose the value beside them (0.08 of the
@@ -17,8 +17,9 @@ the identity without values. ``join_maps`` chains them; the reverse walk chains 
 
 Work split: one program a (block of V, head, span); the state is a float32 tile [K, BLOCK_V] in registers, transposed as
 in ``walk_triton``. Bytes a row and head, 16-bit, K = V = 128, C = 64: reads q, a, W, v and Q (1152), writes o (256); in
-training reads T (128), writes U (256) and states (512). Floor: q, a, W, v, Q and o. q, a, W and Q are read once a block of
-V, from the second-level cache after the first. Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
+training reads T (128), writes U (256) and states (512). Floor: q, a, W, v, Q and o. q, a, W and Q are read once a
+block of V, from the second-level cache after the first.
+Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: ``chunk.py``. Source: arXiv:2406.06484 section 3, arXiv:2412.06464 section 3.
 """
 
@@ -31,7 +32,7 @@ from torch import Tensor
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
 from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import DIAGONAL, NO_DECAY, SCALAR, load_gate_before, load_rows, load_scalars, load_step, locate
+from .tile_triton import DIAGONAL, SCALAR, load_gate_before, load_rows, load_scalars, load_step, locate
 
 
 @triton.jit(do_not_specialize=["T", "spans_per_seq", "chunks_per_seq", "span", "rows"])

@@ -1,4 +1,4 @@
-"""What erasures make of the rows of a chunk, for all chunks at once: an inverse, and its products with queries and keys.
+"""What erasures make of the rows of a chunk, for all chunks at once: an inverse, and its products with q and b.
 
     A_ij = r_i a_i^T e^{L} b_j  (j < i)          T = (I + A)^-1
     P_ij = scale q_i^T e^{L} b_j  (j <= i)       Q = P T        W = T^T (b rest)
@@ -13,13 +13,14 @@ Rounding Q and W to 16 bits is also safer than rounding T and U: where keys repe
 both products, which is over by then. (64 equal keys, beta 1, bfloat16: outputs off by 2e-3; through T and U, 1e-2.)
 
 T is made in blocks of 16 rows. A diagonal one by X <- X - X (A between the halves of each block of 2w rows) X at w = 1,
-2, 4, 8, where X is exact at every w and unit keys keep its entries at 2 or below (powers of A would reach 1e20 for equal
-keys and beta = 2); the others by substitution, T_ij = -T_ii sum over j <= k < i of A_ik T_kj. For 16-bit inputs T takes
-part in products as two parts, high and low.
+2, 4, 8, where X is exact at every w and unit keys keep its entries at 2 or below (powers of A would reach 1e20 for
+equal keys and beta = 2); the others by substitution, T_ij = -T_ii sum over j <= k < i of A_ik T_kj. For 16-bit inputs T
+takes part in products as two parts, high and low.
 
-Work split: ``_inverse_kernel``, one warp a (chunk, head), so that nothing waits at a barrier; ``_products_kernel``, four. Bytes a row and head, 16-bit, K = 128, C = 64: reads q, a, b (768; 512 where a
-is b), writes Q and W (384), and T for the backward pass (128), which is the floor. Under a diagonal decay ``channel_pairs``
-has made P and A, and b rest.
+Work split: ``_inverse_kernel``, one warp a (chunk, head), so that nothing waits at a barrier; ``_products_kernel``,
+four. Bytes a row and head, 16-bit, K = 128, C = 64: a and b read (512; 256 where a is b), T written (256); T, q and b
+read (768), Q and W written (384), T in 16 bits for the backward pass (128). Floor: 512 or 768 read, 512 written. Under
+a diagonal decay ``channel_pairs`` has made P, A and b rest.
 Shapes: B T HV K, n micro-steps a token, R = T n rows, C chunk.
 Oracle: ``chunk.py`` (triangular solve). Source: arXiv:2406.06484 section 3.2, with T moved to the other side.
 """
