@@ -22,6 +22,9 @@ CASES = (
     Case("stateless", 2, 9, has_state=False, has_narrow_gates=True),
     Case("zero", 2, 9, 3, 3, gates="zero", options=(("recompute", True),)),
     Case("recurrent", 1, 20, form="recurrent"),
+    Case("to two", 2, 17, rates="to two"),
+    Case("equal", 1, 40, gates="zero", rates="one", has_equal_keys=True),
+    Case("equal two", 1, 40, gates="zero", rates="two", has_equal_keys=True),
     PACKED,
 )
 
@@ -39,6 +42,19 @@ def test_a_right_call_passes_with_every_gradient(op: str) -> None:
         if case.form == "chunk":
             inputs = {"q", "k", "v", *OPS[op].uses, *(["initial_state"] if case.has_state else [])}
             assert finding.errors.keys() == {"output", "final_state", *(f"d {name}" for name in inputs)}
+
+
+def test_equal_keys_are_exact_and_rates_stay_where_no_state_can_grow() -> None:
+    sizes = {"value_dim": 6, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    case = Case("equal", 1, 300, rates="two", has_equal_keys=True)
+    for op in OPS.values():
+        for key_dim in (8, 100, 260):
+            x = subject.make_problem(op, case, key_dim=key_dim, **sizes).operands
+            by_block = x.k.double().unflatten(-1, (op.blocks, -1))
+            assert bool((by_block.square().sum(-1) == 1).all()) and torch.equal(x.k, x.direction)
+            assert bool((x.beta == (2 if op.max_beta == 2 else 1)).all()) and bool((x.channel_rate == 1).all())
+        final = subject.reference(op, replace(case, gates="zero"), subject.make_problem(op, case, key_dim=8, **sizes))
+        assert float(final["final_state"].abs().max()) < 300, op.name
 
 
 def test_bfloat16_is_compared_on_the_rounded_inputs() -> None:

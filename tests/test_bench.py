@@ -10,7 +10,7 @@ from statemix import bench
 from statemix.cli import main
 from statemix.kernels.launch_config import TunedRow, additive_config, override
 from statemix.kernels.tuning_file import save_tuning
-from statemix.ops import OPS, Sizes
+from statemix.ops import OPS, Sizes, names_of
 from statemix.recipes import load
 from statemix.timing import Timing
 from statemix.transitions import DiagonalGate, Householder, Product
@@ -34,9 +34,12 @@ def test_every_recurrence_is_timed_unless_some_are_named(capsys: pytest.CaptureF
     assert main(["bench", *TINY]) == 0
     printed = capsys.readouterr().out
     assert "no GPU used: the torch forms on the CPU" in printed and torch.__version__ in printed
-    assert [" ".join(row).startswith(op.label) for row, op in zip(rows(printed), OPS.values(), strict=True)] == [
-        True
-    ] * 7
+    timed = names_of("all")
+    assert len(timed) == 17
+    for row, name in zip(rows(printed), timed, strict=True):
+        assert " ".join(row).startswith(OPS[name].label)
+    assert main(["bench", *TINY, "--key-dim", "9"]) == 0  # of which two blocks cannot be made
+    assert len(rows(capsys.readouterr().out)) == 14
     assert main(["bench", *TINY, "--op", "kda", "--num-value-heads", "3", "--value-dim", "6"]) == 0
     assert rows(capsys.readouterr().out) == [
         "KDA B1 T12 H1 HV3 K8 V6 chunk, torch 1.500 - 4.250 - -".split()

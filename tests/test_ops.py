@@ -4,14 +4,61 @@ import pytest
 import torch
 
 from statemix import scan
-from statemix.ops import OPS, SHAPES, Sizes, find_ops, random_operands
+from statemix.ops import OPS, SHAPES, Sizes, find_ops, names_of, random_operands
 from statemix.transitions.registry import transition_names
 
 SIZES = Sizes(2, 70, 2, 4, 24, 40)
 
 
-def test_names_are_those_of_recipes() -> None:
-    assert set(OPS) <= set(transition_names())
+NOT_OF_RECIPES = ("kda_product", "gdn2", "rwkv7", "comba")
+
+
+def test_names_are_those_of_recipes_and_what_differs() -> None:
+    bare = {name.removesuffix("_blocks").removesuffix("_projected") for name in OPS}
+    assert bare <= {*transition_names(), *NOT_OF_RECIPES}
+
+
+def test_every_combination_of_gate_direction_count_and_blocks_has_a_row() -> None:
+    found = {
+        (
+            "scalar_decay" in op.uses,
+            "channel_decay" in op.uses,
+            "direction" in op.uses,
+            op.count,
+            op.blocks,
+        )
+        for op in OPS.values()
+        if op.max_beta == 2
+    }
+    assert len(found) == 3 * 2 * 2 * 2
+    assert set(names_of("all", timed_only=False)) == set(OPS)
+    assert names_of("additive") == ["linear_attention", "retnet", "mamba2", "gla"]
+    assert {"deltanet", "gated_deltaproduct", "kda_blocks", "comba"} < set(names_of("delta")) < set(OPS)
+
+
+@pytest.mark.parametrize(
+    "name", ["deltanet", "gated_deltanet_projected_blocks", "kda_product", "gdn2", "rwkv7", "comba"]
+)
+def test_a_row_is_its_definition(name: str) -> None:
+    op = OPS[name]
+    x = op.operands(Sizes(2, 40, 2, 4, 24, 20), dtype=torch.float64, device=torch.device("cpu"))
+    transition, write = op.make(x)
+    by_definition, by_chunks = (scan(x.q, x.k, x.v, transition, write=write, form=f) for f in ("recurrent", "chunk"))
+    torch.testing.assert_close(by_chunks.output, by_definition.output, rtol=1e-12, atol=1e-12)
+
+
+def test_steps_and_blocks_have_their_axes() -> None:
+    device = torch.device("cpu")
+    x = OPS["gated_deltaproduct_blocks"].operands(SIZES, dtype=torch.float32, device=device)
+    assert x.k.shape == x.direction.shape == (2, 70, 2, 2, 24) and x.v.shape == (2, 70, 2, 4, 40)
+    assert x.beta.shape == (2, 70, 2, 4, 2) and x.scalar_decay.shape == (2, 70, 4, 2)
+    assert x.like_output.shape == (2, 70, 4, 40)
+    for vectors in (x.q, x.k, x.direction):
+        assert torch.allclose(vectors.unflatten(-1, (2, -1)).norm(dim=-1), torch.ones(()), atol=1e-6)
+    eight = OPS["kda_blocks"].in_blocks(8)
+    assert eight.operands(SIZES, dtype=torch.float32, device=device).beta.shape[-1] == 8 and "8 blocks" in eight.label
+    with pytest.raises(ValueError, match="key_dim: expected a multiple of the 7 blocks, got 24"):
+        random_operands(SIZES, dtype=torch.float32, device=device, blocks=7)
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
@@ -22,7 +69,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
 def test_a_row_uses_the_operands_it_names_and_no_other(op: object) -> None:
     assert isinstance(op, type(OPS["gla"]))
-    x = random_operands(SIZES, dtype=torch.float64, device=torch.device("cpu")).map(lambda x: x.requires_grad_())
+    x = op.operands(SIZES, dtype=torch.float64, device=torch.device("cpu")).map(lambda x: x.requires_grad_())
     transition, write = op.make(x)
     scan(x.q, x.k, x.v, transition, write=write).output.sum().backward()
     assert {name for name, tensor in x.named() if tensor.grad is not None} == op.inputs(x).keys()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from statemix.transitions import scan
 
-from .ops import OPS, Op, Operands, Sizes, random_operands
+from .ops import OPS, Op, Operands, Sizes
 
 GUARD = 256  # elements of NaN before and after each input; keeps it aligned to 16 bytes
 
@@ -36,9 +36,13 @@ LIMITS: dict[torch.dtype, tuple[float, float]] = {
 # all that is left of a gradient can be less. An element is a sum of up to 512 such operands with factors of order one.
 LOST: dict[torch.dtype, float] = {torch.float16: 2.0**-24 * 512**0.5}
 DEFINITION_UP_TO = 1 << 24  # numbers in the states of all tokens, of which autograd keeps several copies
+STEPS_UP_TO = (
+    512  # of a recurrence with erasures by its definition: on a GPU each takes a millisecond, gradients included
+)
 RESULTS = ("output", "final_state")
 
 Gates = Literal["ordinary", "zero", "mixed", "strong", "resets"]
+Rates = Literal["ordinary", "to two", "one", "two"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Case:
         offsets: of packed documents, then batch is 1; rows after the last offset must come out as zeros.
         has_state: an initial state is given, and the final one takes part in the loss; both or neither.
         gates: log decays: as drawn; 0; 0 and -8 in turns; -20; -80 at every eighth token.
+        rates: beta: below 1, as drawn; up to 2 and 2 itself where no state can grow under them, else 1 in place of 2.
+        has_equal_keys: all are one key, whose products no 16-bit dtype rounds.
         has_narrow_gates: log decays in the dtype of q in place of float32.
         is_strided: inputs and upstream gradient are views with strides of their own.
         form: "recurrent" has no backward pass in the kernels and is run forward only.
@@ -63,6 +69,8 @@ class Case:
     offsets: tuple[int, ...] = ()
     has_state: bool = True
     gates: Gates = "ordinary"
+    rates: Rates = "ordinary"
+    has_equal_keys: bool = False
     has_narrow_gates: bool = False
     is_strided: bool = False
     scale: float | None = None
@@ -118,7 +126,9 @@ def make_problem(
 ) -> Problem:
     """Inputs in guarded memory."""
     sizes = case.sizes(key_dim, value_dim)
-    operands = set_gates(random_operands(sizes, dtype=dtype, device=device), case.gates)
+    operands = set_gates(op.operands(sizes, dtype=dtype, device=device), case.gates)
+    operands = set_rates(operands, case.rates, max_beta=op.max_beta)
+    operands = set_equal_keys(operands, blocks=op.blocks) if case.has_equal_keys else operands
     generator = torch.Generator(device).manual_seed(1)
     num_states = len(case.offsets) - 1 if case.offsets else case.batch
     state_dtype = torch.promote_types(dtype, torch.float32)
@@ -163,6 +173,27 @@ def set_gates(operands: Operands, gates: Gates) -> Operands:
     )
 
 
+def set_rates(operands: Operands, rates: Rates, *, max_beta: float) -> Operands:
+    """Other betas; those that belong to channels and to feedback are 1 where beta is a constant."""
+    x = operands
+    if rates == "to two":
+        return replace(x, beta=x.beta * max_beta)
+    if rates in ("one", "two"):
+        beta = torch.full_like(x.beta, min(1.0 if rates == "one" else 2.0, max_beta))
+        return replace(x, beta=beta, channel_rate=torch.ones_like(x.channel_rate), feedback=torch.ones_like(x.feedback))
+    return x
+
+
+def set_equal_keys(operands: Operands, *, blocks: int) -> Operands:
+    """1/8 in 64 channels, or 1/4 in 16, 1/2 in 4: as many as there are in each block. The rest of a key is 0."""
+    block_dim = operands.k.shape[-1] // blocks
+    num_channels = next(n for n in (64, 16, 4, 1) if n <= block_dim)
+    key = torch.zeros(block_dim, dtype=operands.k.dtype, device=operands.k.device)
+    key[:num_channels] = num_channels**-0.5
+    keys = key.repeat(blocks).expand(operands.k.shape).contiguous()
+    return replace(operands, k=keys, direction=keys.clone())
+
+
 def guarded(x: Tensor) -> Tensor:
     """A copy of x with runs of NaN before and after it in memory."""
     memory = torch.full((x.numel() + 2 * GUARD,), torch.nan, dtype=x.dtype, device=x.device)
@@ -180,7 +211,7 @@ def _strided(x: Tensor) -> Tensor:
 
 
 def reference(op: Op, case: Case, problem: Problem) -> dict[str, Tensor]:
-    """Results and gradients in float64: by the definition where all its states fit, else by the chunk form in torch."""
+    """Results and gradients in float64: by the definition where it is short and its states fit, else in chunks."""
     in_float64 = Problem(
         problem.operands.map(torch.Tensor.double),
         None if problem.initial_state is None else problem.initial_state.double(),
@@ -188,8 +219,10 @@ def reference(op: Op, case: Case, problem: Problem) -> dict[str, Tensor]:
         problem.grad_output.double(),
         problem.grad_final.double(),
     )
-    num_numbers = case.seq_len * problem.grad_final.numel()
-    form: Literal["chunk", "recurrent"] = "recurrent" if num_numbers <= DEFINITION_UP_TO else "chunk"
+    num_steps = case.seq_len * op.count
+    has_room = num_steps * problem.grad_final.numel() <= DEFINITION_UP_TO
+    is_short = op.kernels == "additive" or num_steps <= STEPS_UP_TO
+    form: Literal["chunk", "recurrent"] = "recurrent" if has_room and is_short else "chunk"
     return run(op, replace(case, form=form, options=()), in_float64, backend="torch", is_forward_only=False)
 
 

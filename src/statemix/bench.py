@@ -13,7 +13,7 @@ from statemix.mixers import StateMixer
 from statemix.recipes import Recipe
 from statemix.transitions import Transition, explain, scan
 
-from .ops import Op, Sizes, find_ops, random_operands
+from .ops import Op, Sizes, find_ops
 from .timing import Timing, copy_bandwidth, least_bytes, time_both_ways
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -123,7 +123,7 @@ def named_subjects(
     """Rows of ``OPS`` on random operands of these sizes."""
 
     def subject(op: Op) -> Subject:
-        x = random_operands(sizes, dtype=dtype, device=device).map(lambda x: x.requires_grad_(x.ndim > 1))
+        x = op.operands(sizes, dtype=dtype, device=device).map(lambda x: x.requires_grad_(x.ndim > 1))
         leaves = tuple(x for x in op.inputs(x).values() if x.requires_grad)
         return Subject(op.label, sizes, x.q, x.k, x.v, lambda: op.make(x), leaves)
 

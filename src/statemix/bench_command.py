@@ -16,7 +16,7 @@ from .bench import (
     recipe_subjects,
     with_sizes,
 )
-from .ops import OPS, Sizes
+from .ops import OPS, Sizes, names_of
 
 SIZES_OF_RECIPE = ("num_heads", "num_value_heads", "key_dim", "value_dim")
 
@@ -35,7 +35,8 @@ def run_bench(arguments: argparse.Namespace) -> None:
     if arguments.tune:
         return _tune(arguments, sizes, dtype=dtype, device=device)
     if arguments.recipe is None:
-        subjects = named_subjects(arguments.op or list(OPS), sizes, dtype=dtype, device=device)
+        fitting = [name for name in names_of("all") if sizes.key_dim % OPS[name].blocks == 0]
+        subjects = named_subjects(arguments.op or fitting, sizes, dtype=dtype, device=device)
     else:
         from statemix.recipes import load
 
@@ -67,7 +68,7 @@ def _tune(arguments: argparse.Namespace, sizes: Sizes, *, dtype: torch.dtype, de
     out = arguments.out
     if not out.parent.is_dir():
         raise ValueError(f"out: expected a file in a folder that exists, got {str(out)!r}; make {out.parent} first")
-    names = arguments.op or [op.name for op in OPS.values() if op.kernels == "additive"]
+    names = arguments.op or names_of("additive")
     tuned = tune(sizes, dtype=dtype, ops=names, device=device, show=lambda text: print(text, flush=True))
     save_tuning(out, [(tuned.row, tuned.measured)])
     gain = f"{1 / tuned.score:.2f} times as fast as" if tuned.score < 1 else "none is faster than"
