@@ -272,14 +272,16 @@ def channel_gradients(
     }
     place = (chunks.table, scale, chunks.seq_len, chunks.per_sequence)
     launch(_level_pairs_kernel, (chunks.count * heads,), (v, grad, pairs, *place), sizes, num_warps=4, num_stages=1)
-    make, blocks = torch.empty if chunks.table is None else torch.zeros, ceil_div(key_dim, tiles.block)
-    like = {"dtype": q.dtype, "device": q.device}
-    exact = {"dtype": torch.float32, "device": q.device}
+    blocks = ceil_div(key_dim, tiles.block)
+
+    def make(*shape: int, dtype: torch.dtype) -> Tensor:
+        return (q.new_empty if chunks.table is None else q.new_zeros)(shape, dtype=dtype)
+
     made = ChannelGradients(
-        make(*q.shape[:2], heads, key_dim, **like),
-        make(*k.shape[:2], heads, key_dim, **like),
-        None if rate is None else make(blocks, heads, num_rows, **exact),
-        make(log_decay.shape, **exact),
+        make(*q.shape[:2], heads, key_dim, dtype=q.dtype),
+        make(*k.shape[:2], heads, key_dim, dtype=q.dtype),
+        None if rate is None else make(blocks, heads, num_rows, dtype=torch.float32),
+        make(*log_decay.shape, dtype=torch.float32),
     )
     launch(
         _channel_gradients_kernel,

@@ -3,10 +3,17 @@
     P_ij = scale sum_c q_ic e^{G_ic - G_jc} k_jc  (j <= i)
     q reach = scale q e^{G}        k rest = k e^{G_C - G}        total = e^{G_C}
 
-Work split: one program a (chunk, head); it goes over K in blocks. Bytes a token and head, 16-bit, K = 128, C = 64:
-reads q, k and a float32 gate (1024), writes q reach, k rest, P and total (648). Floor: the reads and P.
-Under erasures the same is made of their directions, in place of queries.
-Shapes: B T HV K, R rows, C chunk. Oracle: ``decay.py``. Source: arXiv:2312.06635 section 4.3.
+and for the delta family, of erasures with directions a and rates r,
+
+    A_ij = r_i sum_c a_ic e^{G_ic - G_jc} k_jc  (j < i)         r a reach = r a e^{G}
+
+which share every exponent with P, unless they read before their own decay: then G_i leaves the gate of row i out.
+
+Work split: one program a (chunk, head); it goes over K in blocks. Bytes a row and head, 16-bit, K = 128, C = 64: reads
+q, k and a float32 gate (1024), writes q reach, k rest, P and total (648); for erasures also reads a (256; none where a
+is k) and writes r a reach and A (512), and P in float32. Floor: the reads, P and A.
+Shapes: B T HV K, n micro-steps a token, R = T n rows, C chunk. Oracle: ``decay.py``.
+Source: arXiv:2312.06635 section 4.3.
 """
 
 from typing import NamedTuple
@@ -17,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .channel_levels_triton import split_gate, sum_tables, sums
+from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
 from .spans import Spans
@@ -25,28 +33,32 @@ from .tile_triton import load_rows, load_scalars, load_step, locate
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq"])
 def _channel_pairs_kernel(
-    q_ptr,  # [tokens, HQ, K], or [rows, HQ, K] where QUERY_STEPS is 1
+    q_ptr,  # [tokens, HQ, K]
     k_ptr,  # [rows, HK, K]
-    rate_ptr,  # factor on q, [rows, HV], or None
+    a_ptr,  # [rows, HA, K]; None without erasures
+    rate_ptr,  # [rows, HV], or None for 1
     log_decay_ptr,  # [tokens, HV, K]
-    pairs_ptr,  # [chunks, HV, C, C]
-    reach_ptr,  # [rows, HV, K]
-    rest_ptr,  # [rows, HV, K], or None
-    total_ptr,  # [chunks, HV, K] float32, or None
+    pairs_ptr,  # P, [chunks, HV, C, C]
+    erasures_ptr,  # A, [chunks, HV, C, C] float32; its upper half means nothing
+    query_ptr,  # q reach, [rows, HV, K]
+    eraser_ptr,  # r a reach, [rows, HV, K]
+    rest_ptr,  # [rows, HV, K]
+    total_ptr,  # [chunks, HV, K] float32
     table_ptr,  # sum_tables
+    before_ptr,  # sum_tables of rows that read before their own decay; None where none does
     chunks_ptr,  # [chunks, 4], or None for a batch
     scale,
     T,
     chunks_per_seq,
     HQ: tl.constexpr,
     HK: tl.constexpr,
+    HA: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LEVELS: tl.constexpr,
     STEPS: tl.constexpr,
-    QUERY_STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -59,18 +71,20 @@ def _channel_pairs_kernel(
         return
     steps = tl.arange(0, CHUNK)
     valid = steps < end - start
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
     q_ptr += head // (HV // HQ) * K
     k_ptr += start * HK * K + head // (HV // HK) * K
     row = (start * HV + head) * K  # of the arrays with a row for every value head
     differ = steps[:, None] ^ steps[None, :]
-    if rate_ptr is not None:
-        rate = load_scalars(rate_ptr + start * HV + head, steps, valid, HV)[:, None] * scale
-    else:
-        rate = scale
     pairs = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+    if a_ptr is not None:
+        a_ptr += start * HA * K + head // (HV // HA) * K
+        if rate_ptr is not None:
+            rate = load_scalars(rate_ptr + start * HV + head, steps, valid, HV)[:, None]
+        erasures = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     for block in tl.range((K + BLOCK_K - 1) // BLOCK_K, num_stages=1):
         columns = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        q = load_step(q_ptr, start, steps, valid, columns, HQ * K, K, BLOCK_K, QUERY_STEPS, QUERY_STEPS - 1)
+        q = load_step(q_ptr, start, steps, valid, columns, HQ * K, K, BLOCK_K, STEPS, STEPS - 1)
         k = load_rows(k_ptr, steps, valid, columns, HK * K, K, BLOCK_K)
         gate = load_step(log_decay_ptr + head * K, start, steps, valid, columns, HV * K, K, BLOCK_K, STEPS, 0)
         high, low = split_gate(gate, PRECISION)
@@ -78,74 +92,139 @@ def _channel_pairs_kernel(
         if K % BLOCK_K != 0:
             mask = mask & (columns < K)[None, :]
         offsets = steps[:, None] * (HV * K) + columns[None, :]
-        if rest_ptr is not None:
-            rest = tl.exp2(sums(table_ptr, LEVELS, high, low, CHUNK, PRECISION))
-            tl.store(rest_ptr + row + offsets, (k * rest).to(k.dtype), mask=mask)
-        up_to = sums(table_ptr, LEVELS + 1, high, low, CHUNK, PRECISION)
-        tl.store(reach_ptr + row + offsets, (q * tl.exp2(up_to) * rate).to(q.dtype), mask=mask)
-        if total_ptr is not None:
-            place = total_ptr + (chunk * HV + head) * K + columns[None, :] + tl.zeros_like(steps)[:, None]
-            tl.store(place, tl.exp2(up_to), mask=(steps == CHUNK - 1)[:, None] & (columns < K)[None, :])
+        rest = tl.exp2(sums(table_ptr, LEVELS, high, low, CHUNK, PRECISION))
+        tl.store(rest_ptr + row + offsets, (k * rest).to(dtype), mask=mask)
+        reach = tl.exp2(sums(table_ptr, LEVELS + 1, high, low, CHUNK, PRECISION))
+        tl.store(query_ptr + row + offsets, (q * reach * scale).to(dtype), mask=mask)
+        place = total_ptr + (chunk * HV + head) * K + columns[None, :] + tl.zeros_like(steps)[:, None]
+        tl.store(place, reach, mask=(steps == CHUNK - 1)[:, None] & (columns < K)[None, :])
+        if a_ptr is not None:
+            a = load_rows(a_ptr, steps, valid, columns, HA * K, K, BLOCK_K)
+            if before_ptr is not None:
+                reach = tl.exp2(sums(before_ptr, LEVELS + 1, high, low, CHUNK, PRECISION))
+            if rate_ptr is not None:
+                reach *= rate
+            tl.store(eraser_ptr + row + offsets, (a * reach).to(dtype), mask=mask)
 
-        block_pairs = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # the diagonal stays, as no gate lies between
+        # the rows of a pair differ first at its level; on the diagonal no gate lies between
+        pairs = tl.where(differ == 0, tl.dot(q, tl.trans(k), pairs, input_precision=PRECISION), pairs)
         for level in tl.range(LEVELS, num_stages=STAGES):
+            is_level = (differ >> level) == 1
             factor = tl.exp2(sums(table_ptr, level, high, low, CHUNK, PRECISION))
-            later, earlier = (q * factor).to(q.dtype), (k * factor).to(k.dtype)
-            products = tl.dot(later, tl.trans(earlier), input_precision=PRECISION)
-            # the rows of a pair differ first at its level: a higher level overwrites what a lower one put there
-            block_pairs = tl.where(differ >= (1 << level), products, block_pairs)
-        pairs += block_pairs
+            if a_ptr is not None:  # read anew: held through the loop beside a second sum, they would spill
+                q = load_step(q_ptr, start, steps, valid, columns, HQ * K, K, BLOCK_K, STEPS, STEPS - 1)
+                k = load_rows(k_ptr, steps, valid, columns, HK * K, K, BLOCK_K)
+                a = load_rows(a_ptr, steps, valid, columns, HA * K, K, BLOCK_K)
+            earlier = (k * factor).to(dtype)
+            products = tl.dot((q * factor).to(dtype), tl.trans(earlier), input_precision=PRECISION)
+            pairs += tl.where(is_level, products, 0.0)
+            if a_ptr is not None:
+                if before_ptr is not None:
+                    factor = tl.exp2(sums(before_ptr, level, high, low, CHUNK, PRECISION))
+                products = tl.dot((a * factor).to(dtype), tl.trans(earlier), input_precision=PRECISION)
+                erasures += tl.where(is_level, products, 0.0)
 
-    pairs = tl.where(steps[:, None] >= steps[None, :], pairs * rate, 0.0)
-    place = pairs_ptr + (chunk * HV + head) * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :]
-    tl.store(place, pairs.to(pairs_ptr.dtype.element_ty))
+    pairs = tl.where(steps[:, None] >= steps[None, :], pairs * scale, 0.0)
+    place = (chunk * HV + head) * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :]
+    tl.store(pairs_ptr + place, pairs.to(pairs_ptr.dtype.element_ty))
+    if a_ptr is not None:
+        if rate_ptr is not None:
+            erasures *= rate
+        tl.store(erasures_ptr + place, erasures)
 
 
 class ChannelPairs(NamedTuple):
-    """q reach and k rest [B, R, HV, K], pairs [chunks, HV, C, C] and total [chunks, HV, K]; of erasures no k rest."""
+    """q reach and k rest [B, T, HV, K], P [chunks, HV, C, C] and total [chunks, HV, K]."""
 
     reach: Tensor
-    rest: Tensor | None
+    rest: Tensor
     pairs: Tensor
-    total: Tensor | None
+    total: Tensor
+
+
+class ChannelErasures(NamedTuple):
+    """What a diagonal decay makes of the rows of a chunk before the inverse.
+
+    Attributes:
+        query: q reach scale, [B, R, HV, K], zero but for a token's last row.
+        eraser: r a reach, [B, R, HV, K].
+        rest: b rest, [B, R, HV, K].
+        erasures: A, [chunks, HV, C, C] float32; its upper half means nothing.
+        pairs: P, [chunks, HV, C, C] float32.
+        total: decay across each chunk, [chunks, HV, K] float32.
+    """
+
+    query: Tensor
+    eraser: Tensor
+    rest: Tensor
+    erasures: Tensor
+    pairs: Tensor
+    total: Tensor
 
 
 def channel_pairs(
+    q: Tensor, k: Tensor, log_decay: Tensor, chunks: Spans, *, scale: float, tiles: Tiles
+) -> ChannelPairs:
+    """Prepare a diagonal decay; log_decay [B, T, HV, K]. Tokens of no document stay unwritten."""
+    made = ChannelPairs(
+        q.new_empty(log_decay.shape),
+        q.new_empty(log_decay.shape),
+        q.new_empty(chunks.count, log_decay.shape[2], chunks.length, chunks.length),
+        q.new_empty(chunks.count, *log_decay.shape[2:], dtype=torch.float32),
+    )
+    written = (made.pairs, None, made.reach, None, made.rest, made.total)
+    _launch(q, k, None, None, log_decay, written, chunks, scale=scale, tiles=tiles)
+    return made
+
+
+def channel_erasures(operands: DeltaOperands, chunks: Spans, *, scale: float, tiles: Tiles) -> ChannelErasures:
+    """Prepare erasures under a diagonal decay; ``chunks`` in rows. Rows of no document stay unwritten."""
+    q, a, b, _, rate, _, log_decay, *_ = operands
+    assert log_decay is not None
+    shape, square = (*b.shape[:2], *log_decay.shape[2:]), (chunks.length, chunks.length)
+    heads = log_decay.shape[2]
+    made = ChannelErasures(
+        q.new_empty(shape),
+        q.new_empty(shape),
+        q.new_empty(shape),
+        q.new_empty(chunks.count, heads, *square, dtype=torch.float32),
+        q.new_empty(chunks.count, heads, *square, dtype=torch.float32),
+        q.new_empty(chunks.count, *log_decay.shape[2:], dtype=torch.float32),
+    )
+    _launch(
+        *(q, b, b if a is None else a, rate, log_decay),
+        (made.pairs, made.erasures, made.query, made.eraser, made.rest, made.total),
+        chunks,
+        scale=scale,
+        tiles=tiles,
+        num_steps=operands.num_steps,
+        reads_before=operands.reads_before_decay,
+    )
+    return made
+
+
+def _launch(
     q: Tensor,
     k: Tensor,
+    a: Tensor | None,
+    rate: Tensor | None,
     log_decay: Tensor,
+    written: tuple[Tensor | None, ...],
     chunks: Spans,
     *,
     scale: float,
     tiles: Tiles,
     num_steps: int = 1,
-    is_exact: bool = False,
-    erases: bool = False,
-    rate: Tensor | None = None,
     reads_before: bool = False,
-) -> ChannelPairs:
-    """Prepare a diagonal decay; log_decay [B, T, HV, K]. Rows of no document stay unwritten.
-
-    Args:
-        chunks: in rows, of which a token has ``num_steps``: the first decays, the last has the query.
-        is_exact: keep the pairs in float32.
-        erases: q is a [B, R, HQ, K], a row a micro-step, scaled by ``rate`` [B, R, HV].
-        reads_before: it meets the state before the decay of its own row.
-    """
-    (heads, key_dim), rows = log_decay.shape[-2:], (k.shape[0], k.shape[1])
-    size = chunks.length
-    result = ChannelPairs(
-        q.new_empty(*rows, heads, key_dim),
-        None if erases else q.new_empty(*rows, heads, key_dim),
-        q.new_empty(chunks.count, heads, size, size, dtype=torch.float32 if is_exact else q.dtype),
-        None if erases else q.new_empty(chunks.count, heads, key_dim, dtype=torch.float32),
-    )
+) -> None:
+    heads, key_dim = log_decay.shape[2:]
     launch(
         _channel_pairs_kernel,
         (chunks.count * heads,),
         (
-            *(q, k, rate, log_decay, result.pairs, result.reach, result.rest, result.total),
-            sum_tables(size, q, reads_before=reads_before),
+            *(q, k, a, rate, log_decay, *written),
+            sum_tables(chunks.length, q),
+            sum_tables(chunks.length, q, reads_before=True) if reads_before else None,
             chunks.table,
             scale,
             chunks.seq_len,
@@ -154,17 +233,16 @@ def channel_pairs(
         {
             "HQ": q.shape[2],
             "HK": k.shape[2],
+            "HA": (k if a is None else a).shape[2],
             "HV": heads,
             "K": key_dim,
-            "CHUNK": size,
+            "CHUNK": chunks.length,
             "BLOCK_K": tiles.block,
-            "LEVELS": size.bit_length() - 1,
+            "LEVELS": chunks.length.bit_length() - 1,
             "STEPS": num_steps,
-            "QUERY_STEPS": 1 if erases else num_steps,
             "PRECISION": products_in(q.dtype, device_family(q.device)),
             "STAGES": tiles.num_stages,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    return result

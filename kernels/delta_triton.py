@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from .channel_gradients_triton import channel_gradients
-from .channel_pairs_triton import channel_pairs
+from .channel_pairs_triton import channel_erasures
 from .delta_gradients_triton import RowGradients, delta_gradients
 from .delta_operands import DeltaGradients, DeltaOperands
 from .delta_walk_triton import DeltaWalkInputs, delta_walk, join_maps
 from .gate_triton import cumulative_gate
-from .inverse_triton import ChannelErasures, inverse_products
+from .inverse_triton import inverse_products
 from .launch_config import DeltaConfig, delta_config, device_family
 from .spans import Spans, batch_spans, ceil_div, packed_spans, whole_documents
 from .tile_triton import decay_kind
@@ -154,7 +154,7 @@ def _products(
     q, b, gate, channels = operands.q, operands.b, None, None
     query, eraser = q, b if operands.a is None else operands.a
     if operands.log_decay is not None and _is_diagonal(operands):
-        channels = _channel_erasures(operands, plan, scale=scale)
+        channels = channel_erasures(operands, plan.chunks, scale=scale, tiles=plan.config.channel_pairs)
         query, eraser, gate = channels.query, channels.eraser, channels.total
     elif operands.log_decay is not None:
         gate = cumulative_gate(operands.log_decay, plan.chunks, num_steps=operands.num_steps)
@@ -162,30 +162,6 @@ def _products(
         operands, channels, gate, plan.chunks, scale=scale, tiles=plan.config.products, needs_inverse=needs_inverse
     )
     return _Products(query, eraser, gate, made.pairs, made.key), made.inverse
-
-
-def _channel_erasures(operands: DeltaOperands, plan: _Plan, *, scale: float) -> ChannelErasures:
-    log_decay, tiles, steps = operands.log_decay, plan.config.channel_pairs, operands.num_steps
-    assert log_decay is not None
-    queries = channel_pairs(
-        operands.q, operands.b, log_decay, plan.chunks, scale=scale, tiles=tiles, num_steps=steps, is_exact=True
-    )
-    a = operands.b if operands.a is None else operands.a
-    erasures = channel_pairs(
-        a,
-        operands.b,
-        log_decay,
-        plan.chunks,
-        scale=1.0,
-        tiles=tiles,
-        num_steps=steps,
-        is_exact=True,
-        rate=operands.rate,
-        erases=True,
-        reads_before=operands.reads_before_decay,
-    )
-    assert queries.rest is not None and queries.total is not None
-    return ChannelErasures(queries.reach, erasures.reach, queries.rest, erasures.pairs, queries.pairs, queries.total)
 
 
 def _own_tensors(products: _Products, operands: DeltaOperands) -> list[Tensor]:

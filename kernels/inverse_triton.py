@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .channel_pairs_triton import ChannelErasures
 from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
@@ -229,26 +230,6 @@ def _products_kernel(
         tl.store(key_ptr + steps[:, None] * (HV * K) + columns[None, :], key.to(dtype), mask=mask)
 
 
-class ChannelErasures(NamedTuple):
-    """What a diagonal decay makes of the rows of a chunk before the inverse.
-
-    Attributes:
-        query: q reach scale, [B, R, HV, K], zero but for a token's last row.
-        eraser: r a reach, [B, R, HV, K].
-        rest: b rest, [B, R, HV, K].
-        erasures: A, [chunks, HV, C, C] float32; its upper half means nothing.
-        pairs: P, [chunks, HV, C, C] float32.
-        total: decay across each chunk, [chunks, HV, K] float32.
-    """
-
-    query: Tensor
-    eraser: Tensor
-    rest: Tensor
-    erasures: Tensor
-    pairs: Tensor
-    total: Tensor
-
-
 class InverseProducts(NamedTuple):
     """Q [chunks, HV, C, C], W [B, R, HV, K] and T [chunks, HV, C, C] or None."""
 
@@ -289,7 +270,9 @@ def inverse_products(
     place = (chunks.table, chunks.seq_len, chunks.per_sequence, b.shape[0] * b.shape[1])
     decay = decay_kind(operands.log_decay)
     sizes = {"HB": b.shape[2], "HV": heads, "K": key_dim, "CHUNK": size, "DECAY": decay, "PRECISION": precision}
-    given = (None, None, None, None, channels.erasures) if channels else (a, b, operands.rate, gate, None)
+    given: tuple[Tensor | None, ...] = (a, b, operands.rate, gate, None)
+    if channels is not None:
+        given = (None, None, None, None, channels.erasures)
     launch(
         _inverse_kernel,
         (chunks.count * heads,),
@@ -304,7 +287,7 @@ def inverse_products(
         num_warps=1,
         num_stages=1,
     )
-    given = (None, channels.rest, None, channels.pairs) if channels else (q, b, gate, None)
+    given = (q, b, gate, None) if channels is None else (None, channels.rest, None, channels.pairs)
     launch(
         _products_kernel,
         (chunks.count * heads,),
