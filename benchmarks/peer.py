@@ -3,9 +3,9 @@
     python benchmarks/peer.py OP ... [--shapes N]       compile and tune side by side, then time each op alone
     python benchmarks/peer.py OP ... --earlier          the figures of an earlier run, for where it cannot run
 
-Each op tunes for minutes, so a run takes five to six on sixteen cores. The peer refuses gated backward passes on Hopper
-with Triton 3.4 to 3.7.0, where its own gradients are wrong; the refusal is lifted here FOR TIMING ONLY, and every line
-says so.
+Each op tunes for minutes, so a run of seven takes five to six on sixteen cores. The peer refuses gated backward passes
+on Hopper with Triton 3.4 to 3.7.0, where its own gradients are wrong; the refusal is lifted here FOR TIMING ONLY, and
+every line says so.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from statemix.measured_on import gpu_name, versions
-from statemix.ops import OPS, SHAPES, Operands, Sizes, random_operands
+from statemix.ops import OPS, SHAPES, Operands, Sizes
 from statemix.timing import Timing, time_both_ways
 
 NAME = "flash-linear-attention"
@@ -30,7 +30,7 @@ NOTE = "its refusal of gated backward passes on Hopper was lifted for timing onl
 WARM_S, TIME_S = 330, 90  # for all ops side by side, and for each shape of one op
 
 # Module, function, and its arguments; the output is the first of what it returns.
-Arguments = Callable[[Operands], tuple[tuple[Tensor, ...], dict[str, object]]]
+Arguments = Callable[[Operands], tuple[tuple[Any, ...], dict[str, object]]]
 PEERS: dict[str, tuple[str, str, Arguments]] = {
     "linear_attention": ("linear_attn", "chunk_linear_attn", lambda x: ((x.q, x.k, x.v), {"normalize": False})),
     "retnet": ("retention", "chunk_retention", lambda x: ((x.q, x.k, x.v), {})),
@@ -43,10 +43,23 @@ PEERS: dict[str, tuple[str, str, Arguments]] = {
         lambda x: ((x.q, x.k, x.v, x.scalar_decay, x.beta), {}),
     ),
     "kda": ("kda", "chunk_kda", lambda x: ((x.q, x.k, x.v, x.channel_decay, x.beta), {})),
+    "deltaproduct": ("gated_delta_product", "chunk_gated_delta_product", lambda x: (_product(x, None), {})),
+    "gated_deltaproduct": (
+        "gated_delta_product",
+        "chunk_gated_delta_product",
+        lambda x: (_product(x, x.scalar_decay), {}),
+    ),
 }
 
+
+def _product(x: Operands, log_decay: Tensor | None) -> tuple[Any, ...]:
+    """Steps lie one after another along T there, [B, T n, ...]."""
+    k, v, beta = (tensor.flatten(1, 2) for tensor in (x.k, x.v, x.beta))
+    return x.q, k, v, log_decay, beta, x.k.shape[2]
+
+
 # flash-linear-attention 0.6.0 on one H200, bfloat16, known by November 2026: (forward, forward and backward) in ms for
-# the first two shapes.
+# the first two shapes. DeltaProduct was not timed then.
 EARLIER: dict[str, tuple[tuple[float, float], ...]] = {
     "linear_attention": ((0.194, 1.41), (0.745, 2.71)),
     "retnet": ((0.562, 2.00), (0.680, 2.85)),
@@ -64,7 +77,7 @@ def record(op: str, sizes: Sizes, timing: Timing, told: dict[str, Any]) -> str:
         "op": op,
         **asdict(sizes),
         "head_dim": sizes.key_dim,
-        "count": 1,
+        "count": OPS[op].count,
         "blocks": 1,
         "dtype": "bfloat16",
         "backend": NAME,
@@ -82,7 +95,7 @@ def print_earlier(ops: Sequence[str]) -> None:
     note = f"measured earlier, not in this run; {NOTE}"
     told = {"gpu": "NVIDIA H200", "versions": {NAME: "0.6.0"}, "date": "2026-11", "note": note}
     for op in ops:
-        for sizes, (forward, both) in zip(SHAPES, EARLIER[op], strict=False):
+        for sizes, (forward, both) in zip(SHAPES, EARLIER.get(op, ()), strict=False):
             print(record(op, sizes, Timing(forward, both, 0), told))
 
 
@@ -100,7 +113,7 @@ def run_one(op: str, num_shapes: int, *, is_warm_up: bool) -> None:
     chunk_o.IS_NVIDIA_HOPPER = False  # type: ignore[attr-defined]
     told = {"gpu": gpu_name("cuda"), "versions": versions(NAME), "date": time.strftime("%Y-%m-%d"), "note": NOTE}
     for sizes in SHAPES[: 1 if is_warm_up else num_shapes]:
-        operands = random_operands(sizes, dtype=torch.bfloat16, device=torch.device("cuda"))
+        operands = OPS[op].operands(sizes, dtype=torch.bfloat16, device=torch.device("cuda"))
         operands = operands.map(lambda x: x.requires_grad_(x.ndim > 1))
         call = call_on(op, operands)
         if is_warm_up:
@@ -142,12 +155,14 @@ def _command(op: str, *options: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ops", nargs="+", choices=list(PEERS), metavar="OP", help=", ".join(PEERS))
+    known = f"{', '.join(PEERS)}; others are left out"
+    parser.add_argument("ops", nargs="+", choices=list(OPS), metavar="OP", help=known)
     parser.add_argument("--shapes", type=int, default=2, metavar="N", help="how many of the shapes (default: 2)")
     parser.add_argument("--earlier", action="store_true", help="print figures of an earlier run and time nothing")
     parser.add_argument("--warm", action="store_true", help="compile and tune one op for the first shape")
     parser.add_argument("--one", action="store_true", help="time one op in this process")
     arguments = parser.parse_args()
+    arguments.ops = [op for op in arguments.ops if op in PEERS]
     if arguments.earlier:
         print_earlier(arguments.ops)
     elif arguments.warm or arguments.one:

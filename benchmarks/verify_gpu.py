@@ -1,6 +1,7 @@
 """Every kernel and every configuration that can be chosen, on a GPU, each on its own, against float64.
 
-    python benchmarks/verify_gpu.py [--quick | --full] [--only WORD ...] [--minutes M] [--out FILE [--resume]]
+    python benchmarks/verify_gpu.py [--family additive | delta | all] [--quick | --full] [--only WORD ...]
+                                    [--minutes M] [--out FILE [--resume]]
 
 A configuration is a recurrence with head sizes and a dtype: sizes for each tile that the table of configurations has,
 filled exactly and in part. It runs several cases (lengths, packed documents, gates, states; see ``CASES``) and gets one
@@ -9,7 +10,11 @@ gradient within ``against_float64.LIMITS``; two runs equal bit by bit; rows of n
 memory is full of NaN. An error of more than 1.3 times the median of its kind (tensor, case, recurrence, dtype) is
 reported as an outlier: a wrong product in a corner of a tile can hide below a limit.
 
+Of the delta family, DeltaNet, gated DeltaNet and KDA meet every tile; every other combination of gate, direction, steps
+and blocks runs the same kernels and meets some.
+
 Configurations run in processes of their own and mostly compile. One that crashes or hangs costs its line.
+On sixteen cores a usual run takes four minutes for the additive family and five for the delta family, a quick one two.
 Exit code: 0 all right, 1 a configuration is wrong, crashed or hung, 2 some were not run for lack of time.
 """
 
@@ -32,8 +37,8 @@ import torch
 from statemix.against_float64 import Case, Finding, check_case
 from statemix.bench import DTYPES
 from statemix.kernels.launch_config import TunedRow, additive_config, device_family, override
-from statemix.measured_on import provenance, source_digest
-from statemix.ops import OPS, find_ops
+from statemix.measured_on import provenance, source_digest, write_records
+from statemix.ops import OPS, Op, names_of
 from statemix.worker_pool import Done, run_isolated
 
 OUTLIER = 1.3  # times the typical error of its kind
@@ -96,16 +101,59 @@ CASES: dict[str, tuple[Case, ...]] = {
 COMMON = ((64, 64), (128, 128))  # run every case, whatever the turn
 ROTATING = ("packed", "long", "stateless", "recomputed", "ungrouped", "recurrent")
 
+# The same with erasures. T = 700 and more is cut into segments for the few heads of most cases.
+DELTA_CASES: dict[str, tuple[Case, ...]] = {
+    "batch": (
+        Case("t1", 2, 1),
+        Case("t17 strong", 2, 17, gates="strong"),
+        Case("t64 zero", 2, 64, gates="zero", rates="to two"),
+        Case("t65 scaled", 3, 65, scale=0.3),
+        Case("t200 resets", 2, 200, gates="resets", rates="to two"),
+        Case("t200 mixed", 1, 200, gates="mixed"),
+        Case("t200 equal", 1, 200, gates="zero", rates="one", has_equal_keys=True),
+        Case("t200 equal two", 1, 200, gates="zero", rates="two", has_equal_keys=True),
+        Case("t65 strided", 2, 65, is_strided=True),
+    ),
+    "long": (Case("t1000 segments", 1, 1000, rates="to two"),),
+    "packed": (
+        Case("t200 packed", 1, 200, offsets=(0, 0, 5, 70, 134, 134, 180), rates="to two"),
+        Case("t900 packed", 1, 900, offsets=(0, 10, 10, 37, 700, 700, 899), gates="mixed"),
+    ),
+    "stateless": CASES["stateless"],
+    "recomputed": (
+        Case("t200 recomputed", 2, 200, options=(("recompute", True),)),
+        Case("t700 recomputed", 1, 700, options=(("recompute", True),)),
+    ),
+    "ungrouped": CASES["ungrouped"],
+    "recurrent": (
+        Case("t17 recurrent", 2, 17, form="recurrent", rates="to two"),
+        Case("t200 recurrent", 1, 200, form="recurrent", offsets=(0, 0, 5, 70, 134, 134, 180)),
+    ),
+}
+
+EVERY_TILE = ("deltanet", "gated_deltanet", "kda")
+# (key_dim, value_dim) of the other combinations: exact ones, such that fill their tiles in part, and in blocks.
+EXACT = ((64, 64), (128, 128), (256, 128))
+IN_PART = ((100, 40), (40, 72), (200, 24), (20, 40), (16, 100), (320, 20))
+BLOCKS_OF_64_OR_128 = ((128, 64), (256, 128))
+BLOCKS_IN_PART = ((200, 40), (80, 72), (144, 20), (40, 100))
+EIGHT_BLOCKS = ((512, 64), (1024, 128))  # without steps and along the write key only
+
 
 @dataclass(frozen=True)
 class Configuration:
-    """One line: a recurrence, head sizes, a dtype and the sets of cases to run."""
+    """One line: a recurrence, head sizes, a dtype and the sets of cases to run; ``blocks`` of the row unless given."""
 
     op: str
     key_dim: int
     value_dim: int
     dtype: str
     sets: tuple[str, ...]
+    blocks: int = 0
+
+    @property
+    def row(self) -> Op:
+        return OPS[self.op].in_blocks(self.blocks) if self.blocks else OPS[self.op]
 
     @property
     def words(self) -> set[str]:
@@ -113,11 +161,13 @@ class Configuration:
 
     def __str__(self) -> str:
         sets = "all" if self.sets == tuple(CASES) else "+".join(self.sets)
-        return f"{self.op} K{self.key_dim} V{self.value_dim} {self.dtype} {sets}"
+        blocks = f" b{self.blocks}" if self.blocks else ""
+        return f"{self.op}{blocks} K{self.key_dim} V{self.value_dim} {self.dtype} {sets}"
 
     @property
     def cases(self) -> list[Case]:
-        return [case for name in self.sets for case in CASES[name]]
+        known = CASES if self.row.kernels == "additive" else DELTA_CASES
+        return [case for name in self.sets for case in known[name]]
 
 
 @dataclass(frozen=True)
@@ -147,41 +197,81 @@ class Verdict:
 
 
 def configurations(ops: Sequence[str], *, depth: str) -> list[Configuration]:
-    """The list to run.
+    """The list to run, the slowest to compile first, so that none of them comes at the end.
 
-    "quick": for every width of K one width of V, in bfloat16 and float32. "usual": all pairs of widths, filled exactly
-    and in part by turns, with one more set of cases each by turns; float16 a third. "full": everything.
+    "quick": for every width of K one width of V. "usual": all pairs of widths, filled exactly and in part by turns,
+    with one more set of cases each by turns. "full": everything. Combinations that share their kernels run fewer.
     """
+    additive, every_tile, others = (
+        [op for op in ops if _share(op) == share] for share in ("additive", "every tile", "some tiles")
+    )
+    listed = _for_every_tile(additive, depth=depth) + _for_every_tile(every_tile, depth=depth)
+    listed += [c for number, op in enumerate(others) for c in _for_some_tiles(op, number, depth=depth)]
+    return sorted(listed, key=lambda one: -one.key_dim)
+
+
+def _share(op: str) -> str:
+    if OPS[op].kernels == "additive":
+        return "additive"
+    return "every tile" if op in EVERY_TILE else "some tiles"
+
+
+def _for_every_tile(ops: Sequence[str], *, depth: str) -> list[Configuration]:
+    """Pairs of widths in bfloat16; fewer in float32 with erasures, which takes long to compile; float16 a third."""
     listed = []
     for op_number, (k_number, v_number) in product(range(len(ops)), product(range(len(PAIRS) // 3), range(3))):
-        pair = PAIRS[3 * k_number + v_number]
+        pair, has_erasures = PAIRS[3 * k_number + v_number], OPS[ops[op_number]].kernels == "delta"
         for dtype_number, dtype in enumerate(("bfloat16", "float32", "float16")):
             if depth == "full":
                 listed += [Configuration(ops[op_number], *sizes, dtype, tuple(CASES)) for sizes in pair]
                 continue
-            is_third = v_number == (k_number + dtype_number) % 3
-            if (depth == "quick" and (not is_third or dtype == "float16")) or (dtype == "float16" and not is_third):
+            is_third = v_number == (k_number + dtype_number + has_erasures * op_number) % 3
+            is_thin = dtype == "float16" or (has_erasures and dtype == "float32")
+            if (depth == "quick" and (not is_third or dtype == "float16")) or (is_thin and not is_third):
+                continue
+            if has_erasures and dtype != "bfloat16" and (depth == "quick" or dtype == "float16") and k_number % 2:
                 continue
             turn = v_number + k_number + 5 * op_number + dtype_number
             sizes, sets = pair[turn % 2], ("batch", ROTATING[(turn + k_number) % len(ROTATING)])
             if dtype == "bfloat16" and depth == "usual" and pair[0] in COMMON:
                 sizes, sets = pair[0], tuple(CASES)
             listed.append(Configuration(ops[op_number], *sizes, dtype, sets))
-    return sorted(listed, key=lambda one: -one.key_dim)  # the slowest to compile first, none of them at the end
+    return listed
+
+
+def _for_some_tiles(op: str, number: int, *, depth: str) -> list[Configuration]:
+    """An exact pair and one in part in bfloat16, one in float32, by turns; block-diagonal ones in eight blocks too."""
+    row = OPS[op]
+    exact, in_part = (BLOCKS_OF_64_OR_128, BLOCKS_IN_PART) if row.blocks > 1 else (EXACT, IN_PART)
+    in_eight = EIGHT_BLOCKS if row.blocks > 1 and row.is_timed else ()
+    if depth == "full":
+        return [
+            Configuration(op, *sizes, dtype, tuple(CASES), 8 if sizes in in_eight else 0)
+            for sizes in (*exact, *in_part, *in_eight)
+            for dtype in ("bfloat16", "float32", "float16")
+        ]
+    sets = [("batch", ROTATING[(number + turn) % len(ROTATING)]) for turn in range(4)]
+    found = [Configuration(op, *exact[number % len(exact)], "bfloat16", sets[0])]
+    if depth == "usual" or number % 3 == 0:
+        found.append(Configuration(op, *in_part[number % len(in_part)], "float32", sets[1]))
+    if depth == "usual":
+        narrow = "float16" if number % 4 == 3 else "bfloat16"
+        found.append(Configuration(op, *in_part[(number + 1) % len(in_part)], narrow, sets[2]))
+        found += [Configuration(op, *sizes, "bfloat16", sets[3], 8) for sizes in in_eight]
+    return found
 
 
 def verify(configuration: Configuration, where: Where) -> dict[str, Finding]:
     """Run the cases of a configuration, in this process."""
     torch.set_num_threads(1)
     torch.zeros(4).exp()  # on some CPUs the first exp after matrix products can be slightly wrong
-    [op] = find_ops((configuration.op,))
     c, device = configuration, torch.device(where.device)
     sizes = {"key_dim": c.key_dim, "value_dim": c.value_dim, "dtype": DTYPES[c.dtype]}
     findings = {}
     for case in c.cases:
         rows = [_uncut(configuration, device)] if case.name.endswith("whole") else []
         with override(rows):
-            findings[case.name] = check_case(op, case, **sizes, device=device, backend=where.backend)
+            findings[case.name] = check_case(c.row, case, **sizes, device=device, backend=where.backend)
     return findings
 
 
@@ -217,7 +307,7 @@ def outliers(verdicts: Sequence[Verdict]) -> Iterator[str]:
 def line(one: Verdict) -> str:
     results, gradients = one.worst
     end = f"{results:.1e} {gradients:.1e}" if one.findings else ""
-    text = f"{one.status:<7}{one.configuration!s:<58}{end:<17}{one.seconds:>6.1f} s"
+    text = f"{one.status:<7}{one.configuration!s:<72}{end:<17}{one.seconds:>6.1f} s"
     return "\n".join([text, *(f"       {fault}" for fault in one.faults[:6])])
 
 
@@ -232,6 +322,8 @@ def record(one: Verdict, backend: str) -> dict[str, Any]:
         "op": c.op,
         "key_dim": c.key_dim,
         "value_dim": c.value_dim,
+        "count": c.row.count,
+        "blocks": c.row.blocks,
         "dtype": c.dtype,
         "cases": list(c.sets),
         "num_cases": len(one.findings),
@@ -245,11 +337,6 @@ def record(one: Verdict, backend: str) -> dict[str, Any]:
 
 def _three_digits(error: float) -> float | str:
     return float(f"{error:.2e}") if math.isfinite(error) else str(error)
-
-
-def write(path: Path, records: list[dict[str, Any]]) -> None:
-    """One record a line."""
-    path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n", encoding="utf-8")
 
 
 def earlier_records(path: Path) -> list[dict[str, Any]]:
@@ -271,8 +358,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not wanted:
         sys.exit(f"only: expected words of a line, got {' '.join(arguments.only)}, which no configuration has")
     records = earlier_records(arguments.out) if arguments.resume else []
-    finished = {(r["op"], r["key_dim"], r["value_dim"], r["dtype"], tuple(r["cases"])) for r in records}
-    tasks = [c for c in wanted if (c.op, c.key_dim, c.value_dim, c.dtype, c.sets) not in finished]
+    finished = {(r["op"], r["key_dim"], r["value_dim"], r["dtype"], tuple(r["cases"]), r["blocks"]) for r in records}
+    tasks = [c for c in wanted if (c.op, c.key_dim, c.value_dim, c.dtype, c.sets, c.row.blocks) not in finished]
     print(f"{told}\n{len(tasks)} configurations, {len(wanted) - len(tasks)} right in an earlier run", flush=True)
     began = time.monotonic()
     verdicts: list[Verdict] = []
@@ -286,8 +373,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         verdicts.append(verdict(done))
         print(line(verdicts[-1]), flush=True)
         records.append({**told, **record(verdicts[-1], where.backend)})
-        if arguments.out is not None:
-            write(arguments.out, records)
+        write_records(arguments.out, records)
     return _summary(verdicts, len(tasks), time.monotonic() - began)
 
 
@@ -317,8 +403,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     depth = parser.add_mutually_exclusive_group()
     depth.add_argument("--quick", action="store_true", help="a third of the configurations")
     depth.add_argument("--full", action="store_true", help="every configuration with every case; see --resume")
-    additive = [op.name for op in OPS.values() if op.kernels == "additive"]
-    parser.add_argument("--ops", nargs="+", choices=list(OPS), default=additive, metavar="OP", help=", ".join(OPS))
+    parser.add_argument("--family", choices=("additive", "delta", "all"), default="additive", help="default: additive")
+    ops_help = f"in place of those of a family: {', '.join(OPS)}"
+    parser.add_argument("--ops", nargs="+", choices=list(OPS), metavar="OP", help=ops_help)
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="WORD", help="lines with all of these words, such as gla K64 bfloat16"
     )
@@ -332,6 +419,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.resume and arguments.out is None:
         parser.error("--resume: expected beside --out FILE")
+    arguments.ops = arguments.ops or names_of(arguments.family, timed_only=False)
     return arguments
 
 

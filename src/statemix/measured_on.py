@@ -2,7 +2,9 @@
 
 import datetime
 import hashlib
+import json
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,12 @@ def provenance(device: str, *more_packages: str) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "source": source_digest(),
     }
+
+
+def write_records(path: Path | None, records: Sequence[dict[str, Any]]) -> None:
+    """JSON, one record a line, where a path is given; what stood there is replaced."""
+    if path is not None:
+        path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n", encoding="utf-8")
 
 
 def gpu_name(device: str) -> str:

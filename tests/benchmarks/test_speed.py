@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from statemix.ops import OPS
+from statemix.ops import OPS, Sizes, names_of
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TINY = ["--device", "cpu", "--backend", "torch", "--rep-ms", "1", "--shapes", "1x20x2x8", "2x9x1x8"]
+SHAPES_TRIED = Sizes(1, 6, 2, 2, 8, 8)
 FIELDS = (
     "op batch seq_len num_heads num_value_heads key_dim value_dim head_dim count blocks dtype backend "
     "forward_ms forward_backward_ms peak_mb first_call_s gpu versions"
@@ -58,7 +59,7 @@ def test_a_failure_costs_its_line(
     monkeypatch.setattr(script, "measure", fails_once)
     assert script.main([*TINY, "--ops", "retnet", "--no-first-call"]) == 1
     printed = capsys.readouterr().out
-    assert "RetNet              RuntimeError: an illegal memory access" in printed and "1 failed" in printed
+    assert "RetNet                    RuntimeError: an illegal memory access" in printed and "1 failed" in printed
     assert script.main([*TINY, "--ops", "retnet", "--no-first-call", "--backend", "triton"]) == 1
     assert "compiled 0 of 2 calls" in capsys.readouterr().out
 
@@ -89,9 +90,37 @@ def test_lines_of_an_earlier_run_of_the_peer_are_taken_over(
     assert [r["op"] for r in json.loads(out.read_text()) if r["backend"] == script.PEER_NAME] == ["gla", "gla"]
 
 
-def test_every_recurrence_has_a_peer(load_script: Callable[[str], Any]) -> None:
+def test_published_recurrences_have_a_peer(load_script: Callable[[str], Any]) -> None:
     peer = load_script("peer")
-    assert peer.PEERS.keys() == peer.EARLIER.keys() == OPS.keys()
+    published = {op.name for op in OPS.values() if op.is_timed and op.blocks == 1}
+    assert peer.EARLIER.keys() < peer.PEERS.keys() < published
+    assert published - peer.PEERS.keys() == {"kda_product", "deltanet_projected", "gdn2", "rwkv7", "comba"}
+
+
+def test_steps_lie_along_time_for_the_peer(load_script: Callable[[str], Any]) -> None:
+    op = OPS["gated_deltaproduct"]
+    x = op.operands(SHAPES_TRIED, dtype=torch.float32, device=torch.device("cpu"))
+    (q, k, v, log_decay, beta, count), _ = load_script("peer").PEERS[op.name][2](x)
+    assert q.shape == (1, 6, 2, 8) and k.shape == v.shape == (1, 12, 2, 8) and beta.shape == (1, 12, 2)
+    assert log_decay.shape == (1, 6, 2) and count == 2
+
+
+def test_the_rows_of_a_family_have_their_count_and_blocks_and_time_can_run_out(
+    script: Any, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "s.json"
+    one = ["--shapes", "1x9x2x8", "--family", "delta", "--first-call-ops", "kda", "--out", str(out)]
+    assert script.main([*TINY, *one]) == 0
+    records = {r["op"]: r for r in json.loads(out.read_text())}
+    assert list(records) == names_of("delta")
+    assert (records["kda"]["count"], records["kda"]["blocks"]) == (1, 1)
+    assert records["deltaproduct"]["count"] == 2 and records["kda_blocks"]["blocks"] == 2
+    assert {name for name, r in records.items() if r["first_call_s"] is not None} == {"kda"}
+    k, v, out_and_q, beta = (9 * 2 * 2 * n for n in (2 * 8, 2 * 8, 2 * 8, 2))
+    assert records["deltaproduct"]["floor_bytes"] == k + v + out_and_q + beta
+    assert "B1 T9 H2 D8             KDA, 2 blocks" in capsys.readouterr().out
+    assert script.main([*TINY, *one, "--minutes", "0"]) == 1
+    assert "13 failed" in capsys.readouterr().out
 
 
 @pytest.mark.slow

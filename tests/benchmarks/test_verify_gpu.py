@@ -13,11 +13,11 @@ import torch
 
 from statemix import ScanResult, scan
 from statemix.bench import DTYPES
-from statemix.kernels.launch_config import FAMILIES, Family, Tiles, additive_config
-from statemix.ops import OPS
+from statemix.kernels.launch_config import FAMILIES, Family, Tiles, additive_config, delta_config
+from statemix.ops import OPS, names_of
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-ADDITIVE = [op.name for op in OPS.values() if op.kernels == "additive"]
+ADDITIVE, DELTA = names_of("additive"), names_of("delta", timed_only=False)
 HERE = ["--device", "cpu", "--backend", "torch"]
 SMALLEST = ["--full", "--ops", "gla", "--only", "K4", "float32"]
 
@@ -34,9 +34,11 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def tile_class(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> tuple[object, ...]:
+def tile_class(
+    family: Family, key_dim: int, value_dim: int, dtype: torch.dtype, table: Callable[..., Any] = additive_config
+) -> tuple[object, ...]:
     """What decides the tiles of every kernel: the row of the table and the widths that tiles are padded to."""
-    config = additive_config(family, key_dim, value_dim, dtype)
+    config = table(family, key_dim, value_dim, dtype)
     blocks = sorted({tiles.block for tiles in vars(config).values() if isinstance(tiles, Tiles)})
     return config, padded(key_dim), *(min(block, padded(value_dim)) for block in blocks)
 
@@ -56,6 +58,60 @@ def test_every_configuration_that_can_be_chosen_is_listed(script: Any, depth: st
                 for value_dim in range(4, 513, 12)
             }
             assert possible <= covered, op
+
+
+@pytest.mark.parametrize(
+    ("depth", "dtype"), [("usual", "bfloat16"), ("full", "bfloat16"), ("full", "float32"), ("full", "float16")]
+)
+def test_three_recurrences_with_erasures_meet_every_tile(script: Any, depth: str, dtype: str) -> None:
+    for op in script.EVERY_TILE:
+        listed = [c for c in script.configurations(DELTA, depth=depth) if c.op == op and c.dtype == dtype]
+        for family in FAMILIES:
+            covered = {tile_class(family, c.key_dim, c.value_dim, DTYPES[dtype], delta_config) for c in listed}
+            possible = {
+                tile_class(family, key_dim, value_dim, DTYPES[dtype], delta_config)
+                for key_dim in range(4, 513, 4)
+                for value_dim in range(4, 513, 12)
+            }
+            assert possible <= covered, op
+
+
+def test_every_combination_with_erasures_is_listed_and_fits_the_time(script: Any) -> None:
+    for depth, most in (("quick", 60), ("usual", 160), ("full", 1000)):
+        listed = script.configurations(DELTA, depth=depth)
+        assert {c.op for c in listed} == set(DELTA) and len(set(listed)) == len(listed) <= most
+        assert {name for c in listed for name in c.sets} == set(script.DELTA_CASES) == set(script.CASES)
+        assert all(c.key_dim % c.row.blocks == 0 for c in listed)
+    usual = script.configurations(DELTA, depth="usual")
+    for op in DELTA:
+        assert {"bfloat16", "float32"} <= {c.dtype for c in usual if c.op == op}
+    by_block = {c.key_dim // c.row.blocks for c in usual if c.row.blocks > 1}
+    assert by_block >= {64, 128} and max(c.key_dim for c in usual) == 1024
+
+
+def test_cases_with_erasures_are_short_and_hold_equal_keys(script: Any) -> None:
+    cases = [case for found in script.DELTA_CASES.values() for case in found]
+    assert [case.name for case in cases if case.seq_len > 900] == ["t1000 segments"]
+    assert {case.gates for case in cases} == {"ordinary", "zero", "mixed", "strong", "resets"}
+    assert {case.rates for case in cases if case.has_equal_keys} == {"one", "two"}
+    assert any(start % 16 for case in cases for start in case.offsets), "documents that begin inside a chunk"
+    assert any(dict(case.options).get("recompute") for case in cases)
+    assert any(case.is_strided for case in cases) and any(case.has_narrow_gates for case in cases)
+
+
+@pytest.mark.parametrize("name", ["rwkv7", "kda_product_projected_blocks"])
+def test_a_combination_with_erasures_is_verified(
+    script: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = {key: found[:1] for key, found in script.DELTA_CASES.items() if key not in ("long", "batch")}
+    equal = tuple(replace(case, seq_len=70) for case in script.DELTA_CASES["batch"] if case.has_equal_keys)
+    monkeypatch.setattr(script, "DELTA_CASES", {**short, "batch": equal, "long": equal})
+    out = tmp_path / "v.json"
+    assert script.main(["--ops", name, *HERE, "--out", str(out), "--only", "float32"]) == 0
+    for record in json.loads(out.read_text()):
+        assert record["count"] == OPS[name].count and record["blocks"] == OPS[name].blocks
+        assert record["errors"].keys() >= {"output", "d channel_decay", "d direction"}
+    assert f"right  {name} K" in capsys.readouterr().out
 
 
 def test_widths_are_filled_exactly_and_in_part_and_every_case_meets_every_recurrence(script: Any) -> None:

@@ -1,0 +1,152 @@
+"""One recurrence at one size, to be timed in a process of its own, and its record in docs/results.
+
+The scripts of ``benchmarks`` are made of these; ``statemix bench`` times what a user names in this process.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+import torch
+
+from statemix.transitions import scan
+
+from .bench import DTYPES
+from .ops import OPS, Op, Operands, Sizes
+from .timing import copy_bandwidth, graph_ms, least_bytes, median_ms, time_both_ways
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TimedScan:
+    """One call to time.
+
+    Attributes:
+        rep_ms: milliseconds spent on each figure.
+        is_both: of the first call, forward and backward; otherwise forward alone.
+        has_graphs: time launches recorded in CUDA graphs as well.
+        form: "recurrent" has no backward pass in the kernels.
+        blocks: in place of those of a block-diagonal row; 0 for its own.
+    """
+
+    op: str
+    sizes: Sizes
+    dtype: str
+    device: str
+    backend: str
+    is_recomputed: bool
+    rep_ms: int
+    is_both: bool = True
+    has_graphs: bool = False
+    form: Literal["chunk", "recurrent"] = "chunk"
+    blocks: int = 0
+
+    def __str__(self) -> str:
+        form = "" if self.form == "chunk" else f", {self.form}"
+        return f"{self.row.label}, {self.sizes}{form}"
+
+    @property
+    def row(self) -> Op:
+        return OPS[self.op].in_blocks(self.blocks) if self.blocks else OPS[self.op]
+
+    def operands(self) -> Operands:
+        made = self.row.operands(self.sizes, dtype=DTYPES[self.dtype], device=torch.device(self.device))
+        return made.map(lambda x: x.requires_grad_(x.ndim > 1))  # RetNet's decays are constants
+
+    def call_on(self, operands: Operands) -> Callable[[], torch.Tensor]:
+        op, backend = self.row, cast(Literal["torch", "triton"], self.backend)
+
+        def call() -> torch.Tensor:
+            transition, write = op.make(operands)
+            q, k, v = operands.q, operands.k, operands.v
+            form, recompute = self.form, self.is_recomputed
+            return scan(q, k, v, transition, write=write, form=form, backend=backend, recompute=recompute).output
+
+        return call
+
+
+def run_once(task: TimedScan) -> float:
+    """Seconds of one forward pass, and backward if wanted, compiling what is not in the cache."""
+    operands = task.operands()
+    call = task.call_on(operands)
+    wait(task.device)
+    began = time.perf_counter()
+    with torch.set_grad_enabled(task.is_both):
+        output = call()
+        if task.is_both:
+            output.backward(torch.ones_like(output))
+    wait(task.device)
+    return time.perf_counter() - began
+
+
+def first_call(task: TimedScan) -> float:
+    """``run_once`` with an empty cache; in a new process."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        return run_once(task)
+
+
+def measure(task: TimedScan) -> Record:
+    """Times, peak memory and the bytes of the floor."""
+    operands, op = task.operands(), task.row
+    leaves = [x for x in op.inputs(operands).values() if x.requires_grad]
+    timing = time_both_ways(task.call_on(operands), leaves, rep_ms=task.rep_ms)
+    graphs = {}
+    if task.has_graphs:
+        times = graph_ms(task.call_on(operands), leaves, rep_ms=task.rep_ms)
+        graphs = {"graph_forward_ms": round(times[0], 4), "graph_forward_backward_ms": round(times[1], 4)}
+    forward, both = least_bytes(op.inputs(operands).values(), operands.like_output)
+    del operands, leaves
+    if task.device == "cuda":
+        torch.cuda.empty_cache()
+    return {
+        "forward_ms": round(timing.forward_ms, 4),
+        "forward_backward_ms": round(timing.forward_backward_ms, 4),
+        "peak_mb": round(timing.peak_bytes / 1e6, 1),
+        **graphs,
+        "floor_bytes": forward,
+        "floor_forward_backward_bytes": both,
+    }
+
+
+def measure_forward(task: TimedScan) -> Record:
+    """The time of a forward pass without gradients."""
+    call = task.call_on(task.operands())
+    with torch.no_grad():
+        call()
+        forward_ms = median_ms(call, device=torch.device(task.device), rep_ms=task.rep_ms)
+    return {"forward_ms": round(forward_ms, 4)}
+
+
+def measure_bandwidth(device: str) -> float:
+    """GB/s of a large copy, read and written; 0 on a CPU."""
+    return 0.0 if device == "cpu" else round(copy_bandwidth(torch.device(device)) / 1e9, 1)
+
+
+def described(task: TimedScan) -> Record:
+    """The sizes of a task in the words of docs/results."""
+    s, op = task.sizes, task.row
+    return {
+        "op": task.op,
+        **asdict(s),
+        "head_dim": s.key_dim if s.key_dim == s.value_dim else None,
+        "count": op.count,
+        "blocks": op.blocks,
+        "dtype": task.dtype,
+        "backend": task.backend,
+        "recompute": task.is_recomputed,
+        "forward_ms": None,
+        "forward_backward_ms": None,
+        "peak_mb": None,
+        "first_call_s": None,
+    }
+
+
+def wait(device: str) -> None:
+    """Until the device has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
