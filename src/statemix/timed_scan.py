@@ -6,7 +6,7 @@ The scripts of ``benchmarks`` are made of these; ``statemix bench`` times what a
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
@@ -17,6 +17,9 @@ from statemix.transitions import scan
 from .bench import DTYPES
 from .ops import OPS, Op, Operands, Sizes
 from .timing import copy_bandwidth, graph_ms, least_bytes, median_ms, time_both_ways
+from .worker_pool import run_isolated
+
+TIMEOUT_S = 240.0  # for one call, compiled anew
 
 Record = dict[str, Any]
 
@@ -127,6 +130,41 @@ def measure_bandwidth(device: str) -> float:
     return 0.0 if device == "cpu" else round(copy_bandwidth(torch.device(device)) / 1e9, 1)
 
 
+def timed_in_turn(
+    tasks: Sequence[TimedScan],
+    function: Callable[[TimedScan], Record],
+    *,
+    to_compile: Sequence[TimedScan],
+    num_workers: int,
+    minutes: float,
+    told: Record,
+) -> Iterator[tuple[TimedScan, Record]]:
+    """Compile some tasks side by side, then time one after the other; each with its record.
+
+    Args:
+        function: ``measure`` or ``measure_forward``, whose result, or "failure", goes into the record.
+        minutes: no task begins later; those left then are not yielded.
+        told: goes into every record.
+    """
+    began = time.monotonic()
+
+    def may_start() -> bool:
+        return time.monotonic() - began < 60 * minutes
+
+    failures: dict[TimedScan, str] = {}
+    for compiled in run_isolated(
+        run_once, to_compile, num_workers=num_workers, timeout_s=TIMEOUT_S, may_start=may_start
+    ):
+        if compiled.failure:
+            failures[compiled.task] = compiled.failure
+            yield compiled.task, {**described(compiled.task), "failure": compiled.failure, **told}
+    print(f"compiled {len(to_compile) - len(failures)} calls in {time.monotonic() - began:.0f} s", flush=True)
+    right = [task for task in tasks if task not in failures]
+    for done in run_isolated(function, right, num_workers=1, timeout_s=TIMEOUT_S, may_start=may_start):
+        found = done.result or {"failure": done.failure}
+        yield done.task, {**described(done.task), **found, **told}
+
+
 def described(task: TimedScan) -> Record:
     """The sizes of a task in the words of docs/results."""
     s, op = task.sizes, task.row
@@ -138,6 +176,7 @@ def described(task: TimedScan) -> Record:
         "blocks": op.blocks,
         "dtype": task.dtype,
         "backend": task.backend,
+        "form": task.form,
         "recompute": task.is_recomputed,
         "forward_ms": None,
         "forward_backward_ms": None,

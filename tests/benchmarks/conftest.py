@@ -41,6 +41,7 @@ def load_script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
         spec.loader.exec_module(module)
         if hasattr(module, "run_isolated"):
             monkeypatch.setattr(module, "run_isolated", run_here)
+        monkeypatch.setattr("statemix.timed_scan.run_isolated", run_here)
         return module
 
     return load
