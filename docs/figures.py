@@ -4,19 +4,24 @@ Left: eight items are stored under eight keys, then 24 tokens pass that write no
 the same key gives now, e_c^T M_1 ... M_t e_c. Right: random unit keys; the colour is how much of the write of token s
 is still in the state after token t, |k_s^T M_{s+1} ... M_t| / |k_s|. Both come out of ``Transition.apply``.
 
+One more is of docs/results/h200-chunk-against-recurrent.json, where that is: how many times as fast the chunk form is.
+
 Shapes: T tokens, K channels; one sequence, one head.
 """
 
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from statemix.ops import OPS
 from statemix.transitions import (
     BlockDiagonal,
     DiagonalGate,
@@ -28,6 +33,8 @@ from statemix.transitions import (
 )
 
 T, K = 24, 8
+SPEEDS = Path(__file__).parent / "results" / "h200-chunk-against-recurrent.json"
+COLOURS = ("#9ecae1", "#3182bd", "#08306b")  # narrow heads to wide ones
 
 
 @dataclass(frozen=True)
@@ -62,9 +69,12 @@ TRANSITIONS: dict[str, Make] = {
 }
 
 
-def draw_all(folder: Path) -> None:
-    """Write ``NAME.png`` for every transition into ``folder``."""
+def draw_all(folder: Path, *, speeds: Path = SPEEDS) -> None:
+    """Write ``NAME.png`` for every transition into ``folder``, and the picture of speeds where they were measured."""
     folder.mkdir(parents=True, exist_ok=True)
+    if speeds.is_file():
+        records = json.loads(speeds.read_text(encoding="utf-8"))
+        draw_speeds(records).savefig(folder / "chunk-against-recurrent.png", dpi=80)
     for name, make in TRANSITIONS.items():
         steps = 2 if name.endswith("count_2") else 1
         quiet, busy = rotation() if steps == 2 else events(), chatter(steps=steps)
@@ -149,6 +159,34 @@ def panel(axes: Axes, values: Tensor, *, low: float, colours: str, title: str) -
     image = axes.imshow(values.numpy(), vmin=low, vmax=1.0, cmap=colours, aspect="auto", interpolation="nearest")
     axes.set_title(title, fontsize="medium")
     axes.figure.colorbar(image, ax=axes)
+
+
+def draw_speeds(records: Sequence[dict[str, Any]]) -> Figure:
+    """A panel for each recurrence, a line for each size of heads: times as fast as the recurrent kernel, by length."""
+    times = {(r["op"], r["key_dim"], r["seq_len"], r["form"]): r["forward_ms"] for r in records if r["forward_ms"]}
+    names = list(dict.fromkeys(op for op, *_ in times))
+    dims, lengths = (sorted({key[n] for key in times}) for n in (1, 2))
+    rows = -(-len(names) // 3)
+    figure = Figure(figsize=(8.4, 0.6 + 2.5 * rows), layout="constrained")
+    panels = figure.subplots(rows, 3, sharex=True, sharey=True, squeeze=False).flatten()
+    for axes, name in zip(panels, names, strict=False):
+        for dim, colour in zip(dims, COLOURS, strict=False):
+            both = [n for n in lengths if {(name, dim, n, form) for form in ("chunk", "recurrent")} <= times.keys()]
+            ratios = [times[name, dim, n, "recurrent"] / times[name, dim, n, "chunk"] for n in both]
+            axes.plot(both, ratios, marker="o", markersize=4, color=colour, label=f"K = V = {dim}")
+        axes.axhline(1, color="grey", linewidth=0.8, linestyle="--")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+        axes.set_title(OPS[name].label, fontsize="medium")
+    for axes in panels[len(names) :]:
+        axes.set_axis_off()
+    panels[0].legend(fontsize="small")
+    figure.supxlabel("T, the tokens of a sequence", fontsize="medium")
+    figure.supylabel("times as fast as the recurrent kernel", fontsize="medium")
+    return figure
 
 
 if __name__ == "__main__":

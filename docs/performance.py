@@ -1,9 +1,12 @@
 """Write docs/performance.md from the measurements in docs/results: ``python docs/performance.py``.
 
-    results/h200-verify-*.json    from benchmarks/verify_gpu.py
-    results/h200-*.json           the others, from benchmarks/speed.py
+    h200-verify-*.json                   from benchmarks/verify_gpu.py
+    h200-additive.json, h200-delta.json  from benchmarks/speed.py
+    h200-block-diagonal.json             from benchmarks/block_diagonal.py
+    h200-chunk-against-recurrent.json    from benchmarks/chunk_against_recurrent.py; docs/figures.py draws it
 
-No figure of the page is typed by hand; the words around them are in ``PAGE``.
+No figure of the page is typed by hand; the words around them are in ``PAGE``. A file that is not there leaves its
+section with a line that says so.
 """
 
 import json
@@ -14,7 +17,7 @@ from typing import Any
 
 from statemix.against_float64 import LIMITS
 from statemix.bench import DTYPES
-from statemix.ops import OPS, Sizes
+from statemix.ops import OPS, SHAPES, Sizes
 
 DOCS = Path(__file__).parent
 PEER = "flash-linear-attention"
@@ -61,13 +64,29 @@ statemix train RECIPE --tuned tuned.json
 Every candidate is held against float64 in a process of its own before it is timed. The file is JSON and can be kept; in
 Python `with statemix.kernels.tuned("tuned.json"):` goes around training or generation, backward passes included.
 
-## Speed
+## Speed of linear attention and gates
 
-{speed}
+{additive}
 
-## Errors
+## Speed of the delta family
 
-{errors}
+{delta}
+
+## Block-diagonal, dense, and separate heads
+
+{blocks}
+
+## The chunk form against the recurrent kernel
+
+{forms}
+
+## Errors of linear attention and gates
+
+{additive_errors}
+
+## Errors of the delta family
+
+{delta_errors}
 
 ## Measure again
 
@@ -75,8 +94,13 @@ On a machine with a GPU, in a clone of the repository:
 
 ```text
 pip install --editable .
-python benchmarks/verify_gpu.py --out docs/results/h200-verify-additive.json
-python benchmarks/speed.py --peer --out docs/results/h200-additive.json
+python benchmarks/verify_gpu.py --family additive --out docs/results/h200-verify-additive.json
+python benchmarks/verify_gpu.py --family delta --out docs/results/h200-verify-delta.json
+python benchmarks/speed.py --family additive --peer --out docs/results/h200-additive.json
+python benchmarks/speed.py --family delta --peer --out docs/results/h200-delta.json
+python benchmarks/block_diagonal.py --out docs/results/h200-block-diagonal.json
+python benchmarks/chunk_against_recurrent.py --out docs/results/h200-chunk-against-recurrent.json
+python docs/figures.py
 python docs/performance.py
 ```
 
@@ -89,15 +113,109 @@ lengths from 1 to 1000, packed documents, empty ones and such that begin inside 
 with and without states. The error of a tensor is the norm of its difference from float64 on the same rounded inputs,
 relative to the norm. Every case runs twice, with equal bits, in memory full of NaN."""
 
+WHAT_BLOCKS_ARE = """\
+A block-diagonal Householder cuts the K channels of a head into blocks that share its value; their read-outs are summed.
+*Of dense* is the time relative to one dense Householder of the same K, *of heads* relative to as many separate heads as
+there are blocks, each with its share of K and a value of its own. All rows have states of the same size. A row without
+a figure has no counterpart: no dense kernel holds so many channels."""
+
+WHAT_FORMS_ARE = """\
+Both read the same tensors and write the same output. The recurrent kernel takes one token after another; the chunk form
+turns a chunk into matrix products and runs along the sequence in parallel. Every call has {tokens} tokens, in sequences
+of T, and heads that together are {width} channels wide. *Times* is the time of the recurrent kernel over that of the
+chunk form."""
+
 NOTHING = "No measurement has been committed yet."
+
+# Times as fast as the peer: forward, and forward and backward, for the first two shapes.
+WANTED = {
+    SHAPES[0]: {"deltanet": (2.8, 2.7), "gated_deltanet": (2.8, 2.7), "kda": (2.0, 2.7)},
+    SHAPES[1]: {"deltanet": (1.5, 1.9), "gated_deltanet": (1.5, 1.9), "kda": (1.5, 1.9)},
+}
 
 
 def page(results: Path) -> str:
     """The page for the JSON files of a folder."""
     verified = [r for file in sorted(results.glob("h200-verify-*.json")) for r in _read(file)]
-    files = sorted(set(results.glob("h200-*.json")) - set(results.glob("h200-verify-*.json")))
-    timed = [r for file in files for r in _read(file)]
-    return PAGE.format(speed=speed(timed) if timed else NOTHING, errors=errors(verified) if verified else NOTHING)
+    by_family = {family: [r for r in verified if OPS[r["op"]].kernels == family] for family in ("additive", "delta")}
+    additive, delta, in_blocks, forms = (
+        _read(results / f"h200-{name}.json")
+        for name in ("additive", "delta", "block-diagonal", "chunk-against-recurrent")
+    )
+    return PAGE.format(
+        additive=speed(additive) if additive else NOTHING,
+        delta=f"{wanted(delta)}\n\n{speed(delta)}" if delta else NOTHING,
+        blocks=block_diagonal(in_blocks) if in_blocks else NOTHING,
+        forms=chunk_against_recurrent(forms) if forms else NOTHING,
+        additive_errors=errors(by_family["additive"]) if by_family["additive"] else NOTHING,
+        delta_errors=errors(by_family["delta"]) if by_family["delta"] else NOTHING,
+    )
+
+
+def wanted(records: Sequence[Record]) -> str:
+    """What the kernels were to reach beside what they reach."""
+    rows, reached = [], list[bool]()
+    for sizes, ops in WANTED.items():
+        here = [r for r in records if _sizes(r) == sizes and not r["recompute"]]
+        for op, goals in ops.items():
+            mine, theirs = (
+                next((r for r in here if r["op"] == op and (r["backend"] == PEER) == is_peer), {})
+                for is_peer in (False, True)
+            )
+            row = [str(sizes), OPS[op].label]
+            for key, goal in zip(("forward_ms", "forward_backward_ms"), goals, strict=True):
+                times = theirs[key] / mine[key] if mine.get(key) and theirs.get(key) else None
+                row += [_number(times, 2), f"{goal}"]
+                reached.append(times is not None and times >= goal)
+            rows.append(row)
+    titles = ["sizes", "recurrence", "forward, times", "wanted", "forward and backward, times", "wanted"]
+    said = f"Wanted beside {PEER}, and reached in {sum(reached)} of {len(reached)} places:"
+    return f"{said}\n\n{_table(titles, rows)}"
+
+
+def block_diagonal(records: Sequence[Record]) -> str:
+    """A table of all recurrences: the cost of blocks beside dense heads, and beside separate ones."""
+    found = {(r["op"].removesuffix("_blocks"), r["num_heads"], r["key_dim"], r["blocks"]): r for r in records}
+    rows = []
+    for (op, heads, key_dim, blocks), r in found.items():
+        layout = f"{heads} heads, K {key_dim}" + (f", {blocks} blocks of {key_dim // blocks}" if blocks > 1 else "")
+        dense = found.get((op, heads, key_dim, 1), {}) if blocks > 1 else {}
+        apart = found.get((op, heads * blocks, key_dim // blocks, 1), {}) if blocks > 1 else {}
+        row = [OPS[op].label, layout]
+        for key in ("forward_ms", "forward_backward_ms"):
+            row.append(_number(r[key], 3) or "failed")
+            row += [_number(r[key] / other[key] if r[key] and other.get(key) else None, 2) for other in (dense, apart)]
+        rows.append([*row, _number(r["peak_mb"], 0)])
+    beside = ["of dense", "of heads"]
+    titles = ["recurrence", "layout", "forward", *beside, "forward and backward", *beside, "MB"]
+    r = records[0]
+    sizes = f"B{r['batch']} T{r['seq_len']} V{r['value_dim']}"
+    told = f"Medians in milliseconds at {sizes}, {r['dtype']}; {_told(records)}."
+    return "\n\n".join([WHAT_BLOCKS_ARE, told, _table(titles, rows)])
+
+
+def chunk_against_recurrent(records: Sequence[Record]) -> str:
+    """The picture, and a table for each recurrence."""
+    times = {(r["op"], r["seq_len"], r["key_dim"], r["form"]): r["forward_ms"] for r in records}
+    first = records[0]
+    what = WHAT_FORMS_ARE.format(
+        tokens=first["batch"] * first["seq_len"], width=first["num_value_heads"] * first["key_dim"]
+    )
+    picture = "![The chunk form over the recurrent kernel](figures/chunk-against-recurrent.png)"
+    parts = [what, picture, f"Forward only, medians in milliseconds, {first['dtype']}; {_told(records)}."]
+    dims = sorted({r["key_dim"] for r in records})
+    for op in dict.fromkeys(r["op"] for r in records):
+        rows = []
+        for seq_len in sorted({r["seq_len"] for r in records if r["op"] == op}):
+            row = [str(seq_len)]
+            for dim in dims:
+                chunk, recurrent = (times.get((op, seq_len, dim, form)) for form in ("chunk", "recurrent"))
+                ratio = recurrent / chunk if chunk and recurrent else None
+                row += [_number(chunk, 3), _number(recurrent, 3), _number(ratio, 1)]
+            rows.append(row)
+        titles = [title for dim in dims for title in (f"D{dim} chunk", "recurrent", "times")]
+        parts += [f"### {OPS[op].label}", _table(["T", *titles], rows)]
+    return "\n\n".join(parts)
 
 
 def speed(records: Sequence[Record]) -> str:
@@ -188,7 +306,8 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _read(file: Path) -> list[Record]:
-    records: list[Record] = json.loads(file.read_text(encoding="utf-8"))
+    """The records of a file, none where there is none."""
+    records: list[Record] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
     return records
 
 

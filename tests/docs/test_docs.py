@@ -17,6 +17,7 @@ its commands, or ``quickly with: ARGUMENTS``, appended in ``make test`` and not 
 import contextlib
 import importlib.util
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -150,6 +151,25 @@ def test_the_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
         drawn, kept = matplotlib.image.imread(file), matplotlib.image.imread(DOCS / "figures" / file.name)
         # Another version of matplotlib may place the letters differently, which moves few pixels.
         assert drawn.shape == kept.shape and abs(drawn - kept).mean() < 0.02, f"{file.name}: run docs/figures.py"
+
+
+def test_the_picture_of_speeds_is_drawn_where_they_were_measured(tmp_path: Path) -> None:
+    names = ("deltanet", "gla", "mamba2", "kda")
+    records = [
+        {"op": op, "key_dim": dim, "seq_len": n, "form": form, "forward_ms": ms if n < 4096 else None}
+        for op in names
+        for dim in (64, 128)
+        for n in (512, 2048, 4096)
+        for form, ms in (("chunk", 1.0), ("recurrent", dim / 16))
+    ]
+    (tmp_path / "speeds.json").write_text(json.dumps(records))
+    module = script(DOCS / "figures.py")
+    module.draw_all(tmp_path / "figures", speeds=tmp_path / "speeds.json")
+    assert (tmp_path / "figures" / "chunk-against-recurrent.png").is_file()
+    panels = [axes for axes in module.draw_speeds(records).axes if axes.axison]
+    assert [axes.get_title() for axes in panels] == ["DeltaNet", "GLA", "scalar gate", "KDA"]
+    narrow, wide, _ = panels[0].lines
+    assert list(narrow.get_ydata()) == [4.0, 4.0] and list(wide.get_ydata()) == [8.0, 8.0]
 
 
 @pytest.mark.slow

@@ -63,6 +63,17 @@ def test_a_table_has_our_time_the_floor_the_peer_and_their_ratio(script: Any, tm
     assert widths == {12}
 
 
+def test_what_was_wanted_stands_beside_what_is_reached(script: Any, tmp_path: Path) -> None:
+    peer = timed("kda", backend=script.PEER, forward_ms=0.923, forward_backward_ms=4.85, date="2026-11", note="N")
+    delta = [timed("kda", forward_ms=0.5, forward_backward_ms=1.5), timed("kda_blocks", blocks=2, count=1), peer]
+    (tmp_path / "h200-delta.json").write_text(json.dumps(delta))
+    page = script.page(tmp_path)
+    assert "reached in 1 of 12 places" in page
+    assert "| B8 T2048 H16 D128 | KDA | 1.85 | 2.0 | 3.23 | 2.7 |" in page
+    assert "| B1 T32768 H16 D128 | DeltaNet |  | 1.5 |  | 1.9 |" in page
+    assert "| KDA, 2 blocks | 0.200 | 0.095 |  |  | 1.000 |" in page
+
+
 def test_errors_are_the_largest_of_each_dtype(script: Any, tmp_path: Path) -> None:
     records = [
         verified(),
@@ -74,7 +85,50 @@ def test_errors_are_the_largest_of_each_dtype(script: Any, tmp_path: Path) -> No
     assert "| bfloat16 | 2 | 18 | 0 | 3.9e-03 | 8e-03 | 3.1e-03 | 2e-02 |" in page
     assert "| float32 | 1 | 9 | 1 | inf | 1e-05 | 0.0e+00 | 1e-04 |" in page
     assert script.NOTHING in page  # no times
+    (tmp_path / "h200-verify-delta.json").write_text(json.dumps([verified(op="rwkv7", num_cases=11)]))
+    page = script.page(tmp_path)
+    assert "RWKV-7; NVIDIA H200" in page and "| bfloat16 | 1 | 11 | 0 | 2.5e-03 |" in page
+    assert "| bfloat16 | 2 | 18 | 0 |" in page  # families apart
+
+
+def test_blocks_are_set_beside_dense_heads_and_separate_ones(script: Any, tmp_path: Path) -> None:
+    layouts = (
+        ("deltanet", 8, 256, 1, 2.0),
+        ("deltanet_blocks", 8, 256, 2, 1.0),
+        ("deltanet", 16, 128, 1, 0.8),
+        ("deltanet_blocks", 2, 1024, 8, 1.2),
+    )
+    records = [
+        timed(op, num_heads=heads, num_value_heads=heads, key_dim=key_dim, blocks=blocks, forward_backward_ms=ms)
+        for op, heads, key_dim, blocks, ms in layouts
+    ]
+    records.append(timed("kda_blocks", blocks=4, forward_ms=None, forward_backward_ms=None, peak_mb=None))
+    (tmp_path / "h200-block-diagonal.json").write_text(json.dumps(records))
+    page = script.page(tmp_path)
+    assert "| DeltaNet | 8 heads, K 256 | 0.200 |  |  | 2.000 |  |  | 640 |" in page
+    assert "| DeltaNet | 8 heads, K 256, 2 blocks of 128 | 0.200 | 1.00 | 1.00 | 1.000 | 0.50 | 1.25 | 640 |" in page
+    assert "| DeltaNet | 2 heads, K 1024, 8 blocks of 128 | 0.200 |  | 1.00 | 1.200 |  | 1.50 | 640 |" in page
+    assert "| KDA | 16 heads, K 128, 4 blocks of 32 | failed |  |  | failed |  |  |  |" in page
+
+
+def forms() -> list[dict[str, Any]]:
+    return [
+        timed(op, form=form, forward_ms=ms * seq_len / 512, seq_len=seq_len, batch=32768 // seq_len, key_dim=dim)
+        for op in ("kda", "gla")
+        for seq_len in (512, 32768)
+        for dim in (64, 128)
+        for form, ms in (("chunk", 0.25), ("recurrent", 1.0))
+    ]
+
+
+def test_forms_have_a_table_for_each_recurrence(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "h200-chunk-against-recurrent.json").write_text(json.dumps(forms()))
+    page = script.page(tmp_path)
+    assert "| T | D64 chunk | recurrent | times | D128 chunk | recurrent | times |" in page
+    assert "### KDA" in page and "### GLA" in page and "32768 tokens" in page
+    assert "| 512 | 0.250 | 1.000 | 4.0 | 0.250 | 1.000 | 4.0 |" in page
+    assert "(figures/chunk-against-recurrent.png)" in page
 
 
 def test_without_results_the_page_says_so(script: Any, tmp_path: Path) -> None:
-    assert script.page(tmp_path / "absent").count(script.NOTHING) == 2
+    assert script.page(tmp_path / "absent").count(script.NOTHING) == 6
