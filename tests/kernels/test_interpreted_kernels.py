@@ -27,6 +27,13 @@ GROUPS = {
     "interpreted_delta.py": {
         "recurrent": "test_recurrent or test_oracle",
     },
+    "interpreted_delta_chunk.py": {
+        "operands and the inverse": "test_operands or test_inverse",
+        "shapes and chunk sizes": "test_shapes or test_chunk or test_batch or test_counts",
+        "packed documents, segments and gates": "test_packed or test_segments or test_gates or test_equal",
+        "memory, views, recomputing and the future": "test_memory or test_upstream or test_recomputed or test_future",
+        "heads and scan": "test_heads or test_scan",
+    },
 }
 PAIRS = [(file, group) for file, groups in GROUPS.items() for group in groups]
 
