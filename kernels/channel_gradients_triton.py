@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .channel_levels_triton import is_later, split_gate, spread, spread_tables, sum_tables, sums
+from .channel_levels_triton import is_later, level_factors, split_gate, spread, spread_tables, sum_tables, sums
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
 from .spans import Spans, ceil_div, power_of_2_from
@@ -139,7 +139,7 @@ def _channel_gradients_kernel(
     mask_queries = mask & (tokens % QUERY_STEPS == QUERY_STEPS - 1)[:, None]
 
     gate = load_step(log_decay_ptr + head * K, start, steps, valid, columns, HV * K, K, BLOCK_K, STEPS, 0)
-    high, low = split_gate(gate, PRECISION)
+    high, _ = split_gate(gate, PRECISION)
     k = load_rows(k_ptr, steps, valid, columns, HK * K, K, BLOCK_K)
     place = pairs_ptr + (chunk * HV + head) * ((LEVELS + 1) * CHUNK * CHUNK) + steps[:, None] * CHUNK + steps[None, :]
     q_rows = q_ptr + query_rows[:, None] * (HQ * K)
@@ -164,12 +164,12 @@ def _channel_gradients_kernel(
             x = tl.load(q_rows + columns[None, :], mask=mask_queries & (later == 1), other=0.0)
             x += tl.load(k_rows + columns[None, :], mask=mask & (later == 0), other=0.0)
         pairs = tl.load(place + level * CHUNK * CHUNK)
-        factor = tl.exp2(sums(sums_ptr, level, high, low, CHUNK, PRECISION))
+        factor = level_factors(sums_ptr, level, high, CHUNK, PRECISION)
         if rate_ptr is not None:
             x = x * tl.where(later == 1, rate, 1.0)
         x = (x * factor).to(dtype)
         # a later row takes the keys of the earlier half, an earlier row the queries of the later half
-        d = tl.dot(pairs, x.to(dtype), input_precision=PRECISION)
+        d = tl.dot(pairs, x, input_precision=PRECISION)
         dgate = spread(spread_ptr, level, x * d, dgate, CHUNK, PRECISION)
         d *= factor
         later = later.to(tl.float32)
@@ -185,6 +185,8 @@ def _channel_gradients_kernel(
         grad = load_step(grad_ptr, start, steps, valid, v_columns, HV * V, V, BLOCK_V, QUERY_STEPS, QUERY_STEPS - 1)
         state = tl.load(states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
         from_state = tl.dot(grad, tl.trans(state), from_state, input_precision=PRECISION)
+    gate = load_step(log_decay_ptr + head * K, start, steps, valid, columns, HV * K, K, BLOCK_K, STEPS, 0)
+    high, low = split_gate(gate, PRECISION)
     reach = sums(sums_ptr, LEVELS + 1, high, low, CHUNK, PRECISION)
     total = tl.exp2(tl.sum(tl.where((steps == CHUNK - 1)[:, None], reach, 0.0), axis=0))
     from_state *= tl.exp2(reach) * scale

@@ -11,7 +11,9 @@ first and row j only the second. So each row has *one* factor a level,
 
 and with X = E * (q in later halves, k in earlier ones) the level's pairs are entries of X X^T. The exponents are a 0/1
 matrix times the gates, on the tensor cores: exact segment sums, since a gate is split in two float16 numbers, good to
-2^-22. The boundary lies between past and future, so no later gate ever touches an earlier row.
+2^-22; between the rows of a chunk of 16-bit inputs the first of them is enough. The boundary lies between past and
+future, so no later gate ever touches an earlier row. (The difference of two running sums, fetched by ``tl.gather``,
+took half as long again.)
 
 The 0/1 matrices are read from a table rather than compared together anew by every program: that took half of the
 instructions.
@@ -94,6 +96,14 @@ def sums(table_ptr, index, high, low, CHUNK: tl.constexpr, PRECISION: tl.constex
     else:
         result = tl.dot(named, high, input_precision=PRECISION)
     return result
+
+
+@triton.jit
+def level_factors(table_ptr, level, high, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """e to the sums of a level; for 16-bit inputs of the high parts alone, off by x e^-x 2^-12 at most, 9e-5."""
+    steps = tl.arange(0, CHUNK)
+    named = tl.load(table_ptr + (level * CHUNK + steps[:, None]) * CHUNK + steps[None, :])
+    return tl.exp2(tl.dot(named, high, input_precision=PRECISION))
 
 
 @triton.jit

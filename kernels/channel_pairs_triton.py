@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .channel_levels_triton import split_gate, sum_tables, sums
+from .channel_levels_triton import level_factors, split_gate, sum_tables, sums
 from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
@@ -75,7 +75,6 @@ def _channel_pairs_kernel(
     q_ptr += head // (HV // HQ) * K
     k_ptr += start * HK * K + head // (HV // HK) * K
     row = (start * HV + head) * K  # of the arrays with a row for every value head
-    differ = steps[:, None] ^ steps[None, :]
     pairs = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     if a_ptr is not None:
         a_ptr += start * HA * K + head // (HV // HA) * K
@@ -107,10 +106,12 @@ def _channel_pairs_kernel(
             tl.store(eraser_ptr + row + offsets, (a * reach).to(dtype), mask=mask)
 
         # the rows of a pair differ first at its level; on the diagonal no gate lies between
-        pairs = tl.where(differ == 0, tl.dot(q, tl.trans(k), pairs, input_precision=PRECISION), pairs)
+        is_own = steps[:, None] == steps[None, :]
+        pairs = tl.where(is_own, tl.dot(q, tl.trans(k), pairs, input_precision=PRECISION), pairs)
         for level in tl.range(LEVELS, num_stages=STAGES):
-            is_level = (differ >> level) == 1
-            factor = tl.exp2(sums(table_ptr, level, high, low, CHUNK, PRECISION))
+            half = steps >> level  # shifted before compared: compared before, the matrix would stay in registers
+            is_level = (half[:, None] ^ half[None, :]) == 1
+            factor = level_factors(table_ptr, level, high, CHUNK, PRECISION)
             if a_ptr is not None:  # read anew: held through the loop beside a second sum, they would spill
                 q = load_step(q_ptr, start, steps, valid, columns, HQ * K, K, BLOCK_K, STEPS, STEPS - 1)
                 k = load_rows(k_ptr, steps, valid, columns, HK * K, K, BLOCK_K)
@@ -120,7 +121,7 @@ def _channel_pairs_kernel(
             pairs += tl.where(is_level, products, 0.0)
             if a_ptr is not None:
                 if before_ptr is not None:
-                    factor = tl.exp2(sums(before_ptr, level, high, low, CHUNK, PRECISION))
+                    factor = level_factors(before_ptr, level, high, CHUNK, PRECISION)
                 products = tl.dot((a * factor).to(dtype), tl.trans(earlier), input_precision=PRECISION)
                 erasures += tl.where(is_level, products, 0.0)
 

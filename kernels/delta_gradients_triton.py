@@ -28,52 +28,15 @@ from .launch_config import Tiles, device_family, products_in
 from .spans import Spans, ceil_div, power_of_2_from
 from .tile_triton import (
     SCALAR,
+    between,
     decay_kind,
+    load_gate,
+    load_gate_before,
     load_rows,
     load_scalars,
     load_step,
     locate,
 )
-
-
-@triton.jit
-def _load_gate(high_ptr, low_offset, steps, count, EXACT: tl.constexpr):
-    """Cumulative gate of a chunk's rows, high and low part; the last one after the chunk's end."""
-    rows = tl.minimum(steps, count - 1)
-    high = tl.load(high_ptr + rows)
-    low = high
-    if EXACT:
-        low = tl.load(high_ptr + low_offset + rows)
-    return high, low
-
-
-@triton.jit
-def _load_gate_before(high_ptr, low_offset, steps, count, EXACT: tl.constexpr):
-    """The same before the decay of each row, 0 at the chunk's first row."""
-    rows = tl.minimum(steps - 1, count - 1)
-    high = tl.load(high_ptr + rows, mask=steps > 0, other=0.0)
-    low = high
-    if EXACT:
-        low = tl.load(high_ptr + low_offset + rows, mask=steps > 0, other=0.0)
-    return high, low
-
-
-@triton.jit
-def _lag(read, read_low, high, low, EXACT: tl.constexpr):
-    """Sum of log decays between reading rows and writing columns; see ``between``."""
-    lag = read[:, None] - high[None, :]
-    if EXACT:
-        lag += read_low[:, None] - low[None, :]
-    return lag
-
-
-@triton.jit
-def _lag_t(read, read_low, high, low, EXACT: tl.constexpr):
-    """The same between reading columns and writing rows."""
-    lag = read[None, :] - high[:, None]
-    if EXACT:
-        lag += read_low[None, :] - low[:, None]
-    return lag
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
@@ -145,10 +108,6 @@ def _delta_gradients_kernel(
     row_offsets = ((start * HV + head) * K) + steps[:, None] * (HV * K) + columns[None, :]
     state_offset = (chunk * HV + head) * K * V + columns[:, None] * V
     mask = valid[:, None] & mask_k[None, :]
-    high_ptr = gate_ptr
-    if DECAY == SCALAR:
-        high_ptr += head * rows + start
-    low_offset = HV * rows.to(tl.int64)
 
     # queries
     pairs = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
@@ -161,9 +120,9 @@ def _delta_gradients_kernel(
         pairs_t = tl.dot(u, tl.trans(grad), pairs_t, input_precision=PRECISION)
     pairs, pairs_t = tl.where(not_earlier, pairs * scale, 0.0), tl.where(not_later, pairs_t * scale, 0.0)
     if DECAY == SCALAR:
-        high, low = _load_gate(high_ptr, low_offset, steps, count, EXACT)
-        pairs *= tl.exp2(tl.where(not_earlier, _lag(high, low, high, low, EXACT), 0.0))
-        pairs_t *= tl.exp2(tl.where(not_later, _lag_t(high, low, high, low, EXACT), 0.0))
+        high, low, _, _ = load_gate(gate_ptr, start, head, steps, count, rows, HV)
+        pairs *= tl.exp2(tl.where(not_earlier, between(high, low, high, low, EXACT), 0.0))
+        pairs_t *= tl.exp2(tl.where(not_later, -between(high, low, high, low, EXACT), 0.0))
     q = load_step(q_ptr, start, steps, valid, columns, HQ * K, K, BLOCK_K, STEPS, STEPS - 1)
     b = load_rows(b_ptr, steps, valid, columns, HB * K, K, BLOCK_K)
     dq = tl.dot(pairs.to(dtype), b, input_precision=PRECISION)
@@ -212,12 +171,12 @@ def _delta_gradients_kernel(
             tl.store(dweight_ptr + head * rows + row, dweight, mask=valid)
     pairs, pairs_t = tl.where(later, -pairs, 0.0), tl.where(before, -pairs_t, 0.0)
     if DECAY == SCALAR:
-        high, low = _load_gate(high_ptr, low_offset, steps, count, EXACT)
+        high, low, _, _ = load_gate(gate_ptr, start, head, steps, count, rows, HV)
         read_high, read_low = high, low
         if READS_BEFORE:
-            read_high, read_low = _load_gate_before(high_ptr, low_offset, steps, count, EXACT)
-        pairs *= tl.exp2(tl.where(later, _lag(read_high, read_low, high, low, EXACT), 0.0))
-        pairs_t *= tl.exp2(tl.where(before, _lag_t(read_high, read_low, high, low, EXACT), 0.0))
+            read_high, read_low = load_gate_before(gate_ptr, start, head, steps, count, rows, HV)
+        pairs *= tl.exp2(tl.where(later, between(read_high, read_low, high, low, EXACT), 0.0))
+        pairs_t *= tl.exp2(tl.where(before, -between(high, low, read_high, read_low, EXACT), 0.0))
     rate = tl.full([CHUNK], 1.0, tl.float32)
     if rate_ptr is not None:
         rate = load_scalars(rate_ptr + start * HV + head, steps, valid, HV)
@@ -264,8 +223,7 @@ def _delta_gradients_kernel(
             kept += tl.sum(grad_state.to(tl.float32) * state, axis=1)
     total = 1.0
     if DECAY == SCALAR:
-        high, low = _load_gate(high_ptr, low_offset, steps, count, EXACT)
-        high_end, low_end = tl.load(high_ptr + count - 1), tl.load(high_ptr + low_offset + count - 1)
+        high, low, high_end, low_end = load_gate(gate_ptr, start, head, steps, count, rows, HV)
         total, rest = tl.exp2(high_end), high_end - high
         if EXACT:
             rest += low_end - low

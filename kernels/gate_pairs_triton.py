@@ -81,14 +81,11 @@ def _gate_pairs_kernel(
         reads = tl.dot(u, tl.trans(grad), reads, input_precision=PRECISION)
         erasures = tl.dot(u, tl.trans(residual), erasures, input_precision=PRECISION)
     high, low, _, _ = load_gate(gate_ptr, start, head, steps, count, rows, HV)
-    factor = tl.exp2(tl.where(before, -between(high, low, EXACT), 0.0))
+    factor = tl.exp2(tl.where(before, -between(high, low, high, low, EXACT), 0.0))
     reads *= factor * scale
     if READS_BEFORE:
         read, read_low = load_gate_before(gate_ptr, start, head, steps, count, rows, HV)
-        lag = read[None, :] - high[:, None]
-        if EXACT:
-            lag += read_low[None, :] - low[:, None]
-        factor = tl.exp2(tl.where(before, lag, 0.0))
+        factor = tl.exp2(tl.where(before, -between(high, low, read, read_low, EXACT), 0.0))
     erasures *= factor
     if rate_ptr is not None:
         erasures *= load_scalars(rate_ptr + start * HV + head, steps, valid, HV)[None, :]

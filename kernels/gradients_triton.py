@@ -125,7 +125,7 @@ def _gradients_kernel(
     elif DECAY == SCALAR:
         high, low, high_end, low_end = load_gate(gate_ptr, start, head, steps, count, tokens, HV)
         reach, total = tl.exp2(high)[:, None], tl.exp2(high_end)
-        lag, rest = between(high, low, EXACT), high_end - high
+        lag, rest = between(high, low, high, low, EXACT), high_end - high
         if EXACT:
             rest += low_end - low
         rest = tl.exp2(rest)[:, None]

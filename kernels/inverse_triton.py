@@ -200,7 +200,7 @@ def _products_kernel(
         if DECAY == SCALAR:
             high, low, high_end, low_end = load_gate(gate_ptr, start, head, steps, count, rows, HV)
             rest = tl.exp2(high_end - high + (low_end - low))[:, None]
-            visible *= tl.exp2(tl.where(not_earlier, between(high, low, True), 0.0))
+            visible *= tl.exp2(tl.where(not_earlier, between(high, low, high, low, True), 0.0))
     visible = tl.where(not_earlier, visible, 0.0)
     inverse = tl.load(inverse_ptr + place)
     inverse_high, visible_high = inverse.to(dtype), visible.to(dtype)

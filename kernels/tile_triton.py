@@ -121,13 +121,13 @@ def load_gate_before(gate_ptr, start, head, steps, count, tokens, HV: tl.constex
 
 
 @triton.jit
-def between(high, low, EXACT: tl.constexpr):
-    """Sum of log decays over s < r <= t for rows t and columns s (t >= s), [C, C].
+def between(row, row_low, column, column_low, EXACT: tl.constexpr):
+    """Cumulative gate of rows less that of columns, [C, C]: the log decays in between, where rows are the later ones.
 
     For 16-bit inputs the high parts are enough: e to their difference is off by 2^-24 |G| of itself, which stays below
     a quarter of a unit of float16 up to |G| = 2^11.
     """
-    lag = high[:, None] - high[None, :]
+    lag = row[:, None] - column[None, :]
     if EXACT:
-        lag += low[:, None] - low[None, :]
+        lag += row_low[:, None] - column_low[None, :]
     return lag

@@ -166,7 +166,7 @@ def _walk_kernel(
                 if DECAY == FIXED:
                     pairs *= fixed_pairs
                 elif DECAY == SCALAR:
-                    lag = between(high, low, EXACT)
+                    lag = between(high, low, high, low, EXACT)
                     if REVERSE:
                         lag = -lag
                     pairs *= tl.exp2(tl.where(seen, lag, -float("inf")))
