@@ -378,7 +378,7 @@ def join_maps(
             "BLOCK_K": max(16, power_of_2_from(key_dim)),
             "BLOCK": 32,
             "REVERSE": reverse,
-            "PRECISION": "ieee" if device_family(final.device) in ("gfx942", "interpreter") else "tf32x3",
+            "PRECISION": products_in(final.dtype, device_family(final.device)),
         },
         num_warps=4,
         num_stages=1,

@@ -282,7 +282,7 @@ def inverse_products(
             "HA": a.shape[2],
             "BLOCK_K": max(16, power_of_2_from(min(key_dim, 128))),
             "READS_BEFORE": int(operands.reads_before_decay),
-            "EXACT": "ieee" if precision == "ieee" else "tf32x3",
+            "EXACT": products_in(torch.float32, device_family(q.device)),
         },
         num_warps=1,
         num_stages=1,
