@@ -64,6 +64,21 @@ def test_a_failure_costs_its_line(
     assert "compiled 0 of 2 calls" in capsys.readouterr().out
 
 
+def test_calls_that_compile_side_by_side_differ(script: Any) -> None:
+    arguments = script._parse(["--family", "delta"])
+    tasks = [
+        script.TimedScan(op, sizes, "bfloat16", "cuda", "triton", False, 1)
+        for op in arguments.ops
+        for sizes in arguments.shapes
+    ]
+    order = script.mixed(tasks, arguments)
+    assert set(order) == set(tasks)
+    for first in range(0, len(order), len(arguments.ops)):
+        neighbours = order[first : first + len(arguments.ops)]
+        assert len({task.op for task in neighbours}) == len(arguments.ops)
+        assert max(sum(task.sizes == sizes for task in neighbours) for sizes in arguments.shapes) <= 3
+
+
 def test_floors_are_bytes_over_bandwidth(script: Any) -> None:
     found = script.with_floors({"floor_bytes": 268_435_456, "floor_forward_backward_bytes": 738_197_504}, 4244.0)
     assert found["floor_ms"] == pytest.approx(0.0633, abs=1e-4)  # as published for B8 T2048 H16 D128
