@@ -63,6 +63,7 @@ class Configuration:
         num_steps: n, rows a token; this and what follows are of the delta family.
         is_tied: a is b.
         reads_before_decay: the first row of a token reads the state before its decay.
+        has_factors: a rate and a weight for every row.
     """
 
     kernels: str
@@ -78,6 +79,7 @@ class Configuration:
     num_steps: int = 1
     is_tied: bool = True
     reads_before_decay: bool = False
+    has_factors: bool = True
 
 
 def configurations() -> Iterator[Configuration]:
@@ -94,7 +96,30 @@ def configurations() -> Iterator[Configuration]:
             yield Configuration(kernels, decay, key_dim, value_dim, torch.float32)
         yield Configuration(kernels, decay, 128, 128, torch.float16)
         yield Configuration(kernels, decay, 24, 40, gate_dtype=torch.bfloat16, layout=GROUPED_HEADS)
+    yield from _delta_configurations()
     yield from _delta_recurrent_configurations()
+
+
+def _delta_configurations() -> Iterator[Configuration]:
+    """Each decay meets each head size; everything else varies at heads of 128, alone or where two of them meet."""
+    for decay in DELTA_DECAYS:
+        for key_dim, value_dim in HEAD_SIZES:
+            yield Configuration("delta", decay, key_dim, value_dim)
+        for key_dim, value_dim in FLOAT32_SIZES:
+            yield Configuration("delta", decay, key_dim, value_dim, torch.float32)
+        usual = Configuration("delta", decay, 128, 128)
+        yield replace(usual, dtype=torch.float16)
+        yield replace(usual, layout=FEW_HEADS, is_packed=True, has_state=False, saves=False)
+        yield replace(usual, has_factors=False)
+        yield replace(usual, num_steps=2)
+        yield replace(usual, is_tied=False)
+        yield replace(usual, num_steps=2, is_tied=False)
+        if decay != "none":
+            yield replace(usual, reads_before_decay=True)
+            yield replace(usual, reads_before_decay=True, num_steps=2, is_tied=False)
+        grouped = Configuration("delta", decay, 24, 40, gate_dtype=torch.bfloat16, layout=GROUPED_HEADS)
+        yield grouped
+        yield replace(grouped, num_steps=3, is_tied=False, is_packed=True)
 
 
 def _delta_recurrent_configurations() -> Iterator[Configuration]:
@@ -110,13 +135,14 @@ def _delta_recurrent_configurations() -> Iterator[Configuration]:
             yield replace(free, reads_before_decay=reads_before_decay)
 
 
-# Few and telling, for every run of the tests: widest and narrowest heads, segments and documents, every kind of decay.
+# Few and telling, for every run of the tests: widest and narrowest heads, segments and documents, every kind of decay,
+# and of the kernels that both families run under a diagonal one, the delta family's variants.
 SAMPLE = (
-    Configuration("additive", "none", 512, 512, saves=False),
+    Configuration("additive", "none", 512, 512),
     Configuration("additive", "fixed", 24, 40, torch.float32, layout=FEW_HEADS, is_packed=True),
-    Configuration("additive", "scalar", 128, 128),
-    Configuration("additive", "diagonal", 256, 256),
     Configuration("recurrent", "diagonal", 100, 20, torch.float16),
+    Configuration("delta", "scalar", 128, 128),
+    Configuration("delta", "diagonal", 128, 128, num_steps=2, is_tied=False),
     Configuration("delta_recurrent", "diagonal", 128, 128, num_steps=2, is_tied=False, reads_before_decay=True),
 )
 
@@ -130,7 +156,7 @@ def label(configuration: Configuration) -> str:
     if c.num_steps > 1:
         words.append(f"n{c.num_steps}")
     said = {"packed": c.is_packed, "state": c.has_state, "saved": c.saves, "16-bit gate": c.gate_dtype != torch.float32}
-    said |= {"free": not c.is_tied, "reads before decay": c.reads_before_decay}
+    said |= {"free": not c.is_tied, "reads before decay": c.reads_before_decay, "no factors": not c.has_factors}
     return " ".join(words + [word for word, holds in said.items() if holds])
 
 
@@ -190,8 +216,8 @@ def _delta_inputs(c: Configuration) -> DeltaOperands:
         a=None if c.is_tied else _empty(*rows, heads, c.key_dim, dtype=c.dtype),
         b=_empty(*rows, c.layout.key_heads, c.key_dim, dtype=c.dtype),
         v=_empty(*rows, heads, c.value_dim, dtype=c.dtype),
-        rate=_empty(*rows, heads, dtype=c.gate_dtype),
-        weight=_empty(*rows, heads, dtype=c.gate_dtype),
+        rate=_empty(*rows, heads, dtype=c.gate_dtype) if c.has_factors else None,
+        weight=_empty(*rows, heads, dtype=c.gate_dtype) if c.has_factors else None,
         log_decay=_log_decay(c),
         initial_state=_initial_state(c),
         cu_seqlens=_cu_seqlens(c),
@@ -214,6 +240,15 @@ def _recurrent(c: Configuration) -> None:
     recurrent_forward(_inputs(c), scale=0.5)
 
 
+def _delta(c: Configuration) -> None:
+    from statemix.kernels.delta_triton import delta_backward, delta_forward
+
+    x = _delta_inputs(c)
+    output, _, saved = delta_forward(x, scale=0.5, save=c.saves)
+    wanted = c.has_state and c.decay != "none"
+    delta_backward(output, x.initial_state, x, saved, scale=0.5, needs_decay_grad=wanted)
+
+
 def _delta_recurrent(c: Configuration) -> None:
     from statemix.kernels.recurrent_triton import delta_recurrent_forward
 
@@ -223,5 +258,6 @@ def _delta_recurrent(c: Configuration) -> None:
 CALLS: dict[str, Callable[[Configuration], None]] = {
     "additive": _additive,
     "recurrent": _recurrent,
+    "delta": _delta,
     "delta_recurrent": _delta_recurrent,
 }
