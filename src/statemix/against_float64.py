@@ -32,13 +32,15 @@ LIMITS: dict[torch.dtype, tuple[float, float]] = {
     torch.bfloat16: (8e-3, 2e-2),
     torch.float16: (8e-3, 2e-2),
 }
+# Gradients of 16-bit inputs where every key is the same. Corrected values then alternate in sign and cancel in all that
+# they are summed into, and each is kept in 16 bits: what is left of q's, beta's and most of all a gate's gradient is
+# small beside their roundings. Outputs and states are held to the limits above, float32 to all of them.
+LIMIT_UNDER_EQUAL_KEYS = 0.3
 # Operands of products are rounded to the input's dtype, where float16 keeps nothing below this. Under decays of e^-20
 # all that is left of a gradient can be less. An element is a sum of up to 512 such operands with factors of order one.
 LOST: dict[torch.dtype, float] = {torch.float16: 2.0**-24 * 512**0.5}
 DEFINITION_UP_TO = 1 << 24  # numbers in the states of all tokens, of which autograd keeps several copies
-STEPS_UP_TO = (
-    512  # of a recurrence with erasures by its definition: on a GPU each takes a millisecond, gradients included
-)
+STEPS_UP_TO = 512  # of erasures by the definition, which on a GPU takes a millisecond for each, gradients included
 RESULTS = ("output", "final_state")
 
 Gates = Literal["ordinary", "zero", "mixed", "strong", "resets"]
@@ -113,7 +115,7 @@ def check_case(
     errors = {
         name: relative_error(x, wanted[name], lost=lost, least_size=sizes.get(name, 0.0)) for name, x in first.items()
     }
-    faults = [_over_limit(name, error, dtype) for name, error in errors.items()]
+    faults = [_over_limit(name, error, case, dtype) for name, error in errors.items()]
     faults += [f"{name}: two runs differ" for name, x in first.items() if not same_bits(x, second[name])]
     faults += _rows_after_the_last(first, case)
     faults += [f"{name}: changed by the call" for name, x in _copies(problem).items() if not same_bits(x, before[name])]
@@ -319,8 +321,10 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
-def _over_limit(name: str, error: float, dtype: torch.dtype) -> str:
+def _over_limit(name: str, error: float, case: Case, dtype: torch.dtype) -> str:
     limit = LIMITS[dtype][0 if name in RESULTS else 1]
+    if case.has_equal_keys and name not in RESULTS and dtype.itemsize == 2:
+        limit = LIMIT_UNDER_EQUAL_KEYS
     return "" if error <= limit else f"{name}: error {error:.1e} over {limit:.0e}"
 
 
