@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from statemix.against_float64 import LIMITS
+from statemix.against_float64 import LIMIT_UNDER_EQUAL_KEYS, LIMITS
 from statemix.bench import DTYPES
 from statemix.ops import OPS, SHAPES, Sizes
 
@@ -113,6 +113,12 @@ lengths from 1 to 1000, packed documents, empty ones and such that begin inside 
 with and without states. The error of a tensor is the norm of its difference from float64 on the same rounded inputs,
 relative to the norm. Every case runs twice, with equal bits, in memory full of NaN."""
 
+WHAT_EQUAL_KEYS_DO = f"""\
+Where every key of a sequence is the same, outputs and states keep the limits above. Gradients in 16 bits do not:
+corrected values then alternate in sign and cancel in what they are summed into, and each is kept in 16 bits. They are
+held to {LIMIT_UNDER_EQUAL_KEYS} there, and the largest error of a gradient in the table is such a one: of a scalar gate
+where beta is 2. In float32 nothing of this shows."""
+
 WHAT_BLOCKS_ARE = """\
 A block-diagonal Householder cuts the K channels of a head into blocks that share its value; their read-outs are summed.
 *Of dense* is the time relative to one dense Householder of the same K, *of heads* relative to as many separate heads as
@@ -148,7 +154,7 @@ def page(results: Path) -> str:
         blocks=block_diagonal(in_blocks) if in_blocks else NOTHING,
         forms=chunk_against_recurrent(forms) if forms else NOTHING,
         additive_errors=errors(by_family["additive"]) if by_family["additive"] else NOTHING,
-        delta_errors=errors(by_family["delta"]) if by_family["delta"] else NOTHING,
+        delta_errors=f"{errors(by_family['delta'])}\n\n{WHAT_EQUAL_KEYS_DO}" if by_family["delta"] else NOTHING,
     )
 
 
@@ -222,9 +228,10 @@ def speed(records: Sequence[Record]) -> str:
     """A table for each shape, the peer's time beside ours."""
     ours = [r for r in records if r["backend"] != PEER]
     parts = [
-        f"Medians in milliseconds, {_told(ours)}. A large copy moves {_bandwidths(ours)}. *Times* is the time of "
-        f"{PEER} over ours. The first call is that of a new process with an empty cache of compiled kernels: forward, "
-        "and forward and backward."
+        f"Medians in milliseconds, {_told(ours)}. In brackets the launches alone, replayed from a CUDA graph; where "
+        "Python takes longer to start the kernels than they run, the figure before is that of Python. A large copy "
+        f"moves {_bandwidths(ours)}. *Times* is the time of {PEER} over ours. The first call is that of a new process "
+        "with an empty cache of compiled kernels: forward, and forward and backward."
     ]
     for sizes in dict.fromkeys(_sizes(r) for r in ours):
         parts += [f"### {sizes}", _speed_table([r for r in records if _sizes(r) == sizes])]
@@ -245,7 +252,9 @@ def _speed_table(records: Sequence[Record]) -> str:
         for key, floor in (("forward_ms", "floor_ms"), ("forward_backward_ms", "floor_forward_backward_ms")):
             peer = peers.get(r["op"], {}).get(key)
             ratio = None if peer is None else peer / r[key]
-            row += [_number(r[key], 3), _number(r.get(floor), 3), _number(peer, 3), _number(ratio, 2)]
+            graph = _number(r.get(f"graph_{key}"), 3)
+            ours = _number(r[key], 3) + (f" ({graph})" if graph else "")
+            row += [ours, _number(r.get(floor), 3), _number(peer, 3), _number(ratio, 2)]
         first = [_number(r.get(key), 1) for key in ("first_call_s", "first_forward_backward_call_s")]
         rows.append([*row, _number(r["peak_mb"], 0), "" if first == ["", ""] else ", ".join(first)])
     titles = ["forward", "floor", PEER, "times", "forward and backward", "floor", PEER, "times", "MB", "first call, s"]

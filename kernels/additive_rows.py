@@ -81,8 +81,8 @@ def _fold_write(k: Tensor, v: Tensor, write: Tensor | None, *, dtype: torch.dtyp
 
 def plain_decay(log_decay: Tensor | None, lead: tuple[int, int, int], *, key_dim: int) -> Tensor | None:
     """Any log_decay of the normal form as None, [HV], [B, T, HV] or [B, T, HV, K]; ``lead`` is (B, T, HV)."""
-    if log_decay is None or log_decay.ndim == 1:
-        return log_decay
+    if log_decay is None or log_decay.ndim == 1 or log_decay.shape in (lead, (*lead, key_dim)):
+        return log_decay  # no view of itself, which autograd would record
     if log_decay.ndim == 3:
         return log_decay if log_decay.shape == lead else log_decay.expand(lead)
     if log_decay.shape[-1] == 1 and key_dim > 1:
