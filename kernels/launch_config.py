@@ -193,6 +193,12 @@ _DELTA_NVIDIA_16_BIT = {
         channel_gradients=Tiles(64, 4, 1),
     ),
 }
+# Ampere has no matrix instruction that a narrow operand would harm, and spills by thousands with the tiles of Hopper.
+_DELTA_AMPERE_16_BIT = {
+    128: DeltaConfig.uniform(64, Tiles(32, 8, 1), fill=200),
+    256: DeltaConfig.uniform(64, Tiles(32, 8, 1)),
+    512: DeltaConfig.uniform(32, Tiles(32, 8, 1)),
+}
 _DELTA_CDNA3_16_BIT = {
     128: DeltaConfig.uniform(64, Tiles(64, 4, 1)),
     512: DeltaConfig.uniform(32, Tiles(64, 8, 1)),
@@ -211,7 +217,7 @@ def delta_config(family: Family, key_dim: int, value_dim: int, dtype: torch.dtyp
     elif dtype == torch.float32:
         rows = _DELTA_FLOAT32
     else:
-        rows = _DELTA_CDNA3_16_BIT if family == "gfx942" else _DELTA_NVIDIA_16_BIT
+        rows = {"sm_80": _DELTA_AMPERE_16_BIT, "gfx942": _DELTA_CDNA3_16_BIT}.get(family, _DELTA_NVIDIA_16_BIT)
     return next(row for largest, row in rows.items() if key_dim <= largest)
 
 
