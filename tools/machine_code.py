@@ -126,7 +126,7 @@ def early_reads(instructions: list[Instruction]) -> list[EarlyRead]:
         used = read(instruction) - {source for source, _ in copies}
         found += [EarlyRead(register, instruction) for register in sorted(used - before)]
         if copies:
-            after = before | {target for source, target in copies if source in before}
+            after = before | {target for source, target in copies if source in before or source == "RZ"}
         else:
             after = before | written(instruction)
         for following in edges[index]:
@@ -144,6 +144,8 @@ def _copies(instruction: Instruction) -> list[tuple[str, str]]:
     if place is None:
         return []
     registers = list(_registers(instruction, data))
+    if instruction.operands[data] == "RZ":
+        registers = ["RZ"] * _width(instruction, data)
     slots = [f"stack {int(place[1] or '0', 16) + 4 * offset:#x}" for offset in range(len(registers))]
     return list(zip(registers, slots, strict=True) if instruction.name == "STL" else zip(slots, registers, strict=True))
 

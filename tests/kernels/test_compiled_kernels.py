@@ -58,6 +58,7 @@ RIGHT_CODE = {
         STG.E.64 desc[UR16][R2.64], R14
         EXIT
     """,
+    "a spill of zero": "LDC R1, c[0x0][0x28]\nSTL [R1+0x8], RZ\nLDL.LU R7, [R1+0x8]\nFADD R8, R7, R7\nEXIT",
     "a spill of a register without a value beside one with": """
         LDC R1, c[0x0][0x28]
         MOV R4, RZ
