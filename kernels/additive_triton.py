@@ -24,7 +24,8 @@ from .channel_pairs_triton import channel_pairs
 from .gate_triton import cumulative_gate
 from .gradients_triton import Gradients, gradients
 from .launch_config import AdditiveConfig, Tiles, additive_config, device_family
-from .spans import Spans, batch_spans, ceil_div, packed_spans, whole_documents
+from .normal_form import sum_groups
+from .spans import Spans, batch_spans, ceil_div, packed_spans, whole_documents, whole_sequences
 from .tile_triton import DIAGONAL, NO_DECAY, SCALAR, decay_kind
 from .walk_triton import WalkInputs, join_segments, walk
 
@@ -118,7 +119,7 @@ def additive_backward(
             tiles=plan.config.gradients,
             needs_gate=needs_decay_grad,
         )
-    dq, dk = (_sum_groups(x, given.shape) for x, given in zip(grads[:2], operands[:2], strict=True))
+    dq, dk = (sum_groups(x, given.shape) for x, given in zip(grads[:2], operands[:2], strict=True))
     gate = grads.gate if needs_decay_grad else None
     return dq, dk, dv, _decay_gradient(gate, operands.log_decay), d_initial
 
@@ -136,7 +137,7 @@ def _plan(operands: AdditiveOperands) -> _Plan:
 def _batch_plan(config: AdditiveConfig, batch: int, seq_len: int, heads: int, value_dim: int, decay: int) -> _Plan:
     """Made once for sizes that come again; packed documents have tables of their own in each call."""
     length = _segment_length(config, seq_len, batch * heads * ceil_div(value_dim, config.walk.block))
-    chunks, sequences = batch_spans(batch, seq_len, config.chunk_size), batch_spans(batch, seq_len, seq_len)
+    chunks, sequences = batch_spans(batch, seq_len, config.chunk_size), whole_sequences(batch, seq_len)
     segments = batch_spans(batch, seq_len, length) if length < seq_len else None
     return _Plan(config, chunks, sequences, segments, decay)
 
@@ -153,7 +154,7 @@ def _packed_plan(
 
 def _segment_length(config: AdditiveConfig, seq_len: int, programs: int) -> int:
     """Tokens a segment, a multiple of the chunk; ``seq_len`` or more where whole sequences fill the device."""
-    wanted = ceil_div(config.fill, programs)
+    wanted = ceil_div(config.fill, max(programs, 1))
     chunks = ceil_div(ceil_div(seq_len, config.chunk_size), wanted)
     return max(chunks, SHORTEST_SEGMENT) * config.chunk_size
 
@@ -245,13 +246,6 @@ def _span_decay(inputs: WalkInputs, segments: Spans) -> Tensor | None:
     if inputs.decay == DIAGONAL.value:
         shape.append(inputs.writer.shape[-1])
     return inputs.value.new_empty(shape, dtype=torch.float32)
-
-
-def _sum_groups(x: Tensor, shape: torch.Size) -> Tensor:
-    """[B, T, HV, K] -> [B, T, H, K]: a key head's gradient is the sum over the value heads that share it."""
-    if x.shape == shape:
-        return x
-    return x.unflatten(2, (shape[2], -1)).sum(3, dtype=torch.float32).to(x.dtype)
 
 
 def _decay_gradient(gate: Tensor | None, log_decay: Tensor | None) -> Tensor | None:

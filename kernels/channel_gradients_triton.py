@@ -1,17 +1,24 @@
 """Gradients under a diagonal decay, for all chunks at once; ``channel_levels_triton`` derives the levels.
 
-    dq = (dO S) reach + dP k          dk = (v dS) rest + dP^T q          dP = scale lower(dO v^T) e^L
+    dq = scale (dO S) reach + dP k          dk = (v dS) rest + dP^T q          dP = scale lower(dO v^T) e^L
 
 At a level a row is either a query (of a later half) or a key (of an earlier one), so with M the level's entries of dP
 and dP^T and X = E * (q or k), one product D = M X holds the level's share of both gradients, E D, and of the gradient
 of every row's exponent, X D. That one is spread over the gates in the exponent: each gate gets the pairs that it lies
 between, never a difference of larger sums.
 
+Erasures of the delta family are queries too: with a for q, rates r, U for v and -dR for dO the same kernels give
+
+    dA = -strictly_lower(dR U^T) e^L        x = -(dR S) reach + dA b        da = r x        dr = x^T a
+
+and the share of b in dA; they write nothing to the state, so dS has no part.
+
 Work split: ``_level_pairs_kernel``, one program a (chunk, head), writes M of every level;
 ``_channel_gradients_kernel``, one program a (block of K, chunk, head), does the rest. With M in registers the second
 spills: 1.23 ms on an H200 at B8 T2048 H16 D128, against 0.79 and 0.09 for the two.
 Bytes a token and head, 16-bit, K = V = 128, C = 64: v and dO read (512), M written (896); then q, k, v, dO, S, dS and a
 float32 gate read (2560), M once a block of K (1792), dq, dk and a float32 gate gradient written (1024). Floor: 3584.
+The run for erasures has no dS (512 less).
 Shapes: B T HV K V, C chunk, L = log2 C levels. Oracle: autograd through ``chunk.py``.
 Source: arXiv:2312.06635 section 4.3.
 """

@@ -1,7 +1,7 @@
 """What a walk needs under a diagonal decay, for all chunks at once: see ``channel_levels_triton`` for the derivation.
 
     P_ij = scale sum_c q_ic e^{G_ic - G_jc} k_jc  (j <= i)
-    q reach = scale q e^{G}        k rest = k e^{G_C - G}        total = e^{G_C}
+    scale q reach = scale q e^{G}        k rest = k e^{G_C - G}        total = e^{G_C}
 
 and for the delta family, of erasures with directions a and rates r,
 
@@ -10,8 +10,9 @@ and for the delta family, of erasures with directions a and rates r,
 which share every exponent with P, unless they read before their own decay: then G_i leaves the gate of row i out.
 
 Work split: one program a (chunk, head); it goes over K in blocks. Bytes a row and head, 16-bit, K = 128, C = 64: reads
-q, k and a float32 gate (1024), writes q reach, k rest, P and total (648); for erasures also reads a (256; none where a
-is k) and writes r a reach and A (512), and P in float32. Floor: the reads, P and A.
+q, k and a float32 gate (1024), writes scale q reach, k rest, P and total (648); for erasures also reads a (256; none
+where a is k), and writes r a reach and A, with P in float32 (1288 in all). Floor: the reads, P and A. The 0/1 matrices,
+2 KB a row, stay in the caches.
 Shapes: B T HV K, n micro-steps a token, R = T n rows, C chunk. Oracle: ``decay.py``.
 Source: arXiv:2312.06635 section 4.3.
 """

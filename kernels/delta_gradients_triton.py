@@ -9,8 +9,9 @@ state, what rows j < t write to it and S total dS here; the pairs that it lies b
 
 Work split: one program a (block of K, chunk, head); U, dO and dR are read whole by each, and the first block of K
 writes dv. Sums over K (dr, the gate) are written a block at a time. Where a is b their gradients are one. Bytes a row
-and head, 16-bit, K = V = 128, C = 64: reads q, b, U, dO, dR, S, dS (2304), writes dq, db, dv (768); again a read and da
-written (512) where a is free. Floor: the same. Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
+and head, 16-bit, K = V = 128, C = 64. Floor: q, b, U, dO, dR, S, dS read (2304; v too for dw, 256), dq, db, dv written
+(768); a read and da written (512) where a is free. The caches are asked for 5888: two blocks of K, and tiles anew.
+Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: autograd through ``chunk.py``. Source: arXiv:2406.06484 section 3, arXiv:2412.06464 section 3.
 """
 

@@ -78,7 +78,7 @@ def _saved_like(operands: DeltaOperands) -> list[Tensor]:
     """
     q, v, log_decay, cu_seqlens = operands.q, operands.v, operands.log_decay, operands.cu_seqlens
     (batch, num_rows, num_heads, value_dim), key_dim = v.shape, q.shape[-1]
-    size = delta_config(device_family(q.device), int(key_dim), int(value_dim), q.dtype).chunk_size
+    size = delta_config(device_family(q.device), int(key_dim), q.dtype).chunk_size
     if cu_seqlens is None:
         num_chunks = batch * ceil_div(num_rows, size)
     else:

@@ -1,13 +1,15 @@
 """The delta family on a GPU: which kernels run, on which tensors, in which order. Equations stand with the kernels.
 
-    forward     [gate] -> inverse products -> [segments: walk from zero, from the identity, join] -> walk
-    backward    [segments: reverse walk from zero, join] -> reverse walk -> gradients
+    forward     [gate] -> inverse -> products -> [segments: walks from zero and from the identity, join] -> walk
+    backward    [segments: reverse walk from zero, walk from the identity, join] -> reverse walk -> gradients
 
-``gate`` is ``cumulative_gate`` for a scalar decay; ``channel_pairs``, of queries and of erasures, for a diagonal one. A
-sequence is cut into segments where one walk a (head, block of V) would leave most of the device idle.
+``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_erasures`` for a diagonal one. A sequence is cut into
+segments where one walk a (head, block of V) would leave most of the device idle.
 
-With nothing saved, backward makes the products and walks forward once more. Neither validates nor knows autograd:
-``delta_op.py`` does. Shapes: B T HQ HA HB HV K V, n micro-steps a token, R = T n rows, N sequences, C chunk.
+With nothing saved, backward makes the products and walks forward once more. Forward and backward neither validate nor
+know autograd: ``delta_op.py`` does. Bytes a row and head, uncut, 16-bit, K = V = 128, a = b, no decay: forward moves
+512 + 1152 + 1408 in its three kernels, three times q, k, v and o.
+Shapes: B T HQ HA HB HV K V, n micro-steps a token, R = T n rows, N sequences, C chunk.
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,8 @@ from .delta_walk_triton import DeltaWalkInputs, delta_walk, join_maps
 from .gate_triton import cumulative_gate
 from .inverse_triton import inverse_products
 from .launch_config import DeltaConfig, delta_config, device_family
-from .spans import Spans, batch_spans, ceil_div, packed_spans, whole_documents
+from .normal_form import sum_groups
+from .spans import Spans, batch_spans, ceil_div, packed_spans, whole_documents, whole_sequences
 from .tile_triton import decay_kind
 
 SHORTEST_SEGMENT = 8  # chunks; a shorter one costs more to join than it gains
@@ -64,8 +67,9 @@ def delta_forward(operands: DeltaOperands, *, scale: float, save: bool) -> tuple
     operands = operands.contiguous()
     plan = _plan(operands)
     products, inverse = _products(operands, plan, scale=scale, needs_inverse=save)
-    shape = (*operands.q.shape[:2], *operands.v.shape[2:])
-    output = operands.v.new_empty(shape) if operands.cu_seqlens is None else operands.v.new_zeros(shape)
+    output = operands.empty_output()
+    if operands.cu_seqlens is not None:
+        output.zero_()  # rows of no document are left out
     if not save:
         return output, _walk_forward(operands, products, plan, scale=scale, output=output), []
     states, corrected = _chunk_states(operands, plan), torch.empty_like(operands.v)
@@ -89,7 +93,6 @@ def delta_backward(
     grad_final = None if grad_final is None else grad_final.contiguous()
     plan = _plan(operands)
     if saved:
-        _check_saved(saved, plan)
         states, corrected, products = saved[0], saved[1], _saved_products(operands, saved[2:])
     else:
         states, corrected = _chunk_states(operands, plan), torch.empty_like(operands.v)
@@ -100,16 +103,27 @@ def delta_backward(
     d_initial = _walk_reverse(
         operands, products, plan, grad_output, grad_final, scale=scale, output=residual, states=grad_states
     )
-    gradients = _channel_row_gradients if _is_diagonal(operands) else _row_gradients
-    grads = gradients(
-        operands, grad_output, corrected, residual, products.gate, (states, grad_states), plan, scale, needs_decay_grad
-    )
+    given = (operands, grad_output, corrected, residual)
+    if _is_diagonal(operands):
+        grads = _channel_row_gradients(*given, states, grad_states, plan, scale=scale, needs_gate=needs_decay_grad)
+    else:
+        grads = delta_gradients(
+            *given,
+            products.gate,
+            states,
+            grad_states,
+            plan.chunks,
+            scale=scale,
+            tiles=plan.config.gradients,
+            pair_tiles=plan.config.products,
+            needs_gate=needs_decay_grad and products.gate is not None,
+        )
     return _gradients(grads, operands, d_initial)
 
 
 def _plan(operands: DeltaOperands) -> _Plan:
-    (batch, rows, heads, value_dim), key_dim = operands.v.shape, operands.q.shape[-1]
-    config = delta_config(device_family(operands.q.device), key_dim, value_dim, operands.q.dtype)
+    batch, rows, heads, value_dim = operands.v.shape
+    config = delta_config(device_family(operands.q.device), operands.q.shape[-1], operands.q.dtype)
     if operands.cu_seqlens is None:
         return _batch_plan(config, batch, rows, heads, value_dim)
     offsets, size = operands.cu_seqlens * operands.num_steps, config.chunk_size
@@ -123,12 +137,12 @@ def _plan(operands: DeltaOperands) -> _Plan:
 def _batch_plan(config: DeltaConfig, batch: int, rows: int, heads: int, value_dim: int) -> _Plan:
     length = _segment_length(config, rows, batch * heads * ceil_div(value_dim, config.walk.block))
     segments = batch_spans(batch, rows, length) if length < rows else None
-    return _Plan(config, batch_spans(batch, rows, config.chunk_size), batch_spans(batch, rows, rows), segments)
+    return _Plan(config, batch_spans(batch, rows, config.chunk_size), whole_sequences(batch, rows), segments)
 
 
 def _segment_length(config: DeltaConfig, rows: int, programs: int) -> int:
     """Rows a segment, a multiple of the chunk; ``rows`` or more where whole sequences fill the device."""
-    wanted = ceil_div(config.fill, programs)
+    wanted = ceil_div(config.fill, max(programs, 1))
     chunks = ceil_div(ceil_div(rows, config.chunk_size), wanted)
     return max(chunks, SHORTEST_SEGMENT) * config.chunk_size if wanted > 1 else rows
 
@@ -153,7 +167,7 @@ def _products(
     """What the walks read, and T where it is wanted."""
     q, b, gate, channels = operands.q, operands.b, None, None
     query, eraser = q, b if operands.a is None else operands.a
-    if operands.log_decay is not None and _is_diagonal(operands):
+    if _is_diagonal(operands):
         channels = channel_erasures(operands, plan.chunks, scale=scale, tiles=plan.config.channel_pairs)
         query, eraser, gate = channels.query, channels.eraser, channels.total
     elif operands.log_decay is not None:
@@ -181,12 +195,6 @@ def _saved_products(operands: DeltaOperands, own: list[Tensor]) -> _Products:
     return _Products(operands.q, eraser, rest[0] if rest else None, pairs, key)
 
 
-def _check_saved(saved: list[Tensor], plan: _Plan) -> None:
-    """What was saved is of chunks; other tiles in between would read it as chunks of another size."""
-    if saved[0].shape[0] != plan.chunks.count or saved[2].shape[-1] != plan.config.chunk_size:
-        raise ValueError("tuned: expected the tiles of the forward pass, got others; run backward inside tuned() too")
-
-
 def _walk_inputs(operands: DeltaOperands, products: _Products, scale: float) -> DeltaWalkInputs:
     is_diagonal = _is_diagonal(operands)
     return DeltaWalkInputs(
@@ -212,7 +220,7 @@ def _walk_forward(
 ) -> Tensor:
     """Walk every sequence, in segments where the plan says so; returns the final state."""
     inputs = _walk_inputs(operands, products, scale)
-    heads, value_dim = sizes = (operands.v.shape[2], operands.v.shape[3])
+    sizes = (operands.v.shape[2], operands.v.shape[3])
     tiles = plan.config.walk if states is None else plan.config.saving
     final, spans, end = operands.empty_state(), plan.sequences, None
     if plan.segments is None:
@@ -222,7 +230,7 @@ def _walk_forward(
         updates = final.new_empty(spans.count, *final.shape[1:])
         start = inputs._replace(initial=None)
         delta_walk(start, spans, sizes=sizes, tiles=plan.config.summary, final=updates)
-        join_maps(operands.initial_state, updates, _maps(start, plan, heads), final, spans, reverse=False)
+        join_maps(operands.initial_state, updates, _maps(start, plan, operands.v.shape[2]), final, spans, reverse=False)
         inputs = inputs._replace(initial=updates)
     delta_walk(inputs, spans, sizes=sizes, tiles=tiles, output=output, states=states, final=end, corrected=corrected)
     return final
@@ -241,7 +249,7 @@ def _walk_reverse(
 ) -> Tensor:
     """dR and dS at the end of every chunk; returns the gradient of the initial state."""
     forward = _walk_inputs(operands, products, scale)
-    heads, value_dim = sizes = (operands.v.shape[2], operands.v.shape[3])
+    sizes = (operands.v.shape[2], operands.v.shape[3])
     inputs = forward._replace(value=grad_output, weight=None, initial=grad_final)
     d_initial, spans, end = operands.empty_state(), plan.sequences, None
     if plan.segments is None:
@@ -251,7 +259,7 @@ def _walk_reverse(
         updates = d_initial.new_empty(spans.count, *d_initial.shape[1:])
         start = inputs._replace(initial=None)
         delta_walk(start, spans, sizes=sizes, tiles=plan.config.summary, final=updates, reverse=True)
-        maps = _maps(forward._replace(initial=None), plan, heads)
+        maps = _maps(forward._replace(initial=None), plan, operands.v.shape[2])
         join_maps(grad_final, updates, maps, d_initial, spans, reverse=True)
         inputs = inputs._replace(initial=updates)
     delta_walk(
@@ -270,40 +278,15 @@ def _maps(inputs: DeltaWalkInputs, plan: _Plan, heads: int) -> Tensor:
     return maps
 
 
-def _row_gradients(
-    operands: DeltaOperands,
-    grad_output: Tensor,
-    corrected: Tensor,
-    residual: Tensor,
-    gate: Tensor | None,
-    borders: tuple[Tensor, Tensor],
-    plan: _Plan,
-    scale: float,
-    needs_gate: bool,
-) -> RowGradients:
-    return delta_gradients(
-        operands,
-        grad_output,
-        corrected,
-        residual,
-        gate,
-        *borders,
-        plan.chunks,
-        scale=scale,
-        tiles=plan.config.gradients,
-        pair_tiles=plan.config.products,
-        needs_gate=needs_gate and gate is not None,
-    )
-
-
 def _channel_row_gradients(
     operands: DeltaOperands,
     grad_output: Tensor,
     corrected: Tensor,
     residual: Tensor,
-    gate: Tensor | None,
-    borders: tuple[Tensor, Tensor],
+    states: Tensor,
+    grad_states: Tensor,
     plan: _Plan,
+    *,
     scale: float,
     needs_gate: bool,
 ) -> RowGradients:
@@ -312,17 +295,13 @@ def _channel_row_gradients(
     assert log_decay is not None
     steps, tiles = operands.num_steps, plan.config.channel_gradients
     reads = channel_gradients(
-        q, b, corrected, log_decay, grad_output, *borders, plan.chunks, scale=scale, tiles=tiles, num_steps=steps
+        *(q, b, corrected, log_decay, grad_output, states, grad_states, plan.chunks),
+        scale=scale,
+        tiles=tiles,
+        num_steps=steps,
     )
     erasures = channel_gradients(
-        b if a is None else a,
-        b,
-        corrected,
-        log_decay,
-        residual,
-        borders[0],
-        None,
-        plan.chunks,
+        *(b if a is None else a, b, corrected, log_decay, residual, states, None, plan.chunks),
         scale=-1.0,
         tiles=tiles,
         num_steps=steps,
@@ -332,8 +311,11 @@ def _channel_row_gradients(
     key = reads.k + erasures.k if a is not None else reads.k + erasures.k + erasures.q
     dv, dweight = residual, None
     if weight is not None:
-        dv = (residual * weight.unsqueeze(-1)).to(v.dtype)
-        dweight = (residual * v).sum(-1, dtype=torch.float32).flatten(0, 1).T
+        weighted, by_value = residual * weight.float().unsqueeze(-1), residual * v.float()
+        if operands.cu_seqlens is not None:  # what lies in rows of no document may be anything
+            is_inside = torch.arange(v.shape[1], device=v.device) < operands.cu_seqlens[-1] * steps
+            weighted, by_value = (torch.where(is_inside[:, None, None], x, 0.0) for x in (weighted, by_value))
+        dv, dweight = weighted.to(v.dtype), by_value.sum(-1).flatten(0, 1).T
     gate = reads.gate + erasures.gate if needs_gate else None
     return RowGradients(reads.q, None if a is None else erasures.q, key, dv, erasures.rate, dweight, gate)
 
@@ -351,19 +333,12 @@ def _gradients(grads: RowGradients, operands: DeltaOperands, d_initial: Tensor) 
     if gate is not None and operands.log_decay is not None and operands.log_decay.ndim == 3:
         gate = gate.sum(0).T.reshape(operands.log_decay.shape)
     return DeltaGradients(
-        _sum_groups(grads.q, operands.q.shape),
-        None if grads.a is None or operands.a is None else _sum_groups(grads.a, operands.a.shape),
-        _sum_groups(grads.b, operands.b.shape),
+        sum_groups(grads.q, operands.q.shape),
+        None if grads.a is None or operands.a is None else sum_groups(grads.a, operands.a.shape),
+        sum_groups(grads.b, operands.b.shape),
         grads.v,
         by_row(grads.rate, operands.rate),
         by_row(grads.weight, operands.weight),
         None if gate is None or operands.log_decay is None else gate.to(operands.log_decay.dtype),
         d_initial,
     )
-
-
-def _sum_groups(x: Tensor, shape: torch.Size) -> Tensor:
-    """[B, T, HV, K] -> [B, T, H, K]: a key head's gradient is the sum over the value heads that share it."""
-    if x.shape == shape:
-        return x
-    return x.unflatten(2, (shape[2], -1)).sum(3, dtype=torch.float32).to(x.dtype)

@@ -2,13 +2,13 @@
 
 Forward, for the rows of one chunk and the state S at its start; Q, W and T are those of ``inverse_triton``:
 
-    R = w v - (r a reach) S^T         o = (q reach) S^T + Q R            S <- S total + R^T W         U = T R
+    R = w v - (r a reach) S^T      o = scale (q reach) S^T + Q R      S <- S total + R^T W      U = T R
 
 Reverse, last chunk first, dS at the chunk's end:
 
-    dR = Q^T dO + W dS^T              dS <- dS total + dO^T (q reach) - dR^T (r a reach)
+    dR = Q^T dO + W dS^T           dS <- dS total + scale dO^T (q reach) - dR^T (r a reach)
 
-U is stored for the gradients only: nothing in the walk waits for it. R takes part in Q R and R^T W as two 16-bit parts:
+U is stored for the gradients only: nothing in the walk waits for it. R, and dR where it meets a, are two 16-bit parts:
 with beta = 2 and a key that repeats, its terms in S cancel, and one part would lose the value beside them (0.08 of the
 output after 2048 tokens).
 
@@ -18,7 +18,8 @@ the identity without values. ``join_maps`` chains them; the reverse walk chains 
 Work split: one program a (block of V, head, span); the state is a float32 tile [K, BLOCK_V] in registers, transposed as
 in ``walk_triton``. Bytes a row and head, 16-bit, K = V = 128, C = 64: reads q, a, W, v and Q (1152), writes o (256); in
 training reads T (128), writes U (256) and states (512). Floor: q, a, W, v, Q and o. q, a, W and Q are read once a
-block of V, from the second-level cache after the first.
+block of V, from the second-level cache after the first. The reverse walk reads q, a, W, dO and Q (1152), writes dR
+and dS (768). A segment adds the walks that make H and P, and 4 (K V + K K) bytes written and read for the join.
 Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: ``chunk.py``. Source: arXiv:2406.06484 section 3, arXiv:2412.06464 section 3.
 """
@@ -303,7 +304,7 @@ def delta_walk(
     corrected: tuple[Tensor | None, Tensor] | None = None,
     reverse: bool = False,
 ) -> None:
-    """Fill ``output``, ``states`` and ``final``.
+    """Fill ``output`` (dR in reverse), ``states`` (each chunk starts from; in reverse those at its end) and ``final``.
 
     Args:
         sizes: HV, V; V = K without a value, where the walk starts from the identity.
@@ -349,7 +350,7 @@ def delta_walk(
             "BLOCK_V": tiles.block,
             "STEPS": inputs.num_steps,
             "DECAY": inputs.decay,
-            "READS_BEFORE": inputs.reads_before_decay,
+            "READS_BEFORE": inputs.reads_before_decay and inputs.decay == SCALAR.value,
             "REVERSE": reverse,
             "STARTS_FROM_IDENTITY": inputs.value is None,
             "PRECISION": products_in(inputs.key.dtype, device_family(inputs.key.device)),

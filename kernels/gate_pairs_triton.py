@@ -8,7 +8,7 @@ A kernel by itself: beside the other gradients of a chunk these products spill (
 T2048 H16 D128).
 
 Work split: one program a (chunk, head). Bytes a row and head, 16-bit, K = V = 128: reads q, a, b, U, dO, dR (1536; 1280
-where a is b), writes 4. Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
+where a is b), writes 4, which is the floor. Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: autograd through ``chunk.py``.
 """
 

@@ -5,7 +5,7 @@
 One pass, so that no other kernel scans. The sum is float64 because resets of -80 every few tokens make |G| large next
 to the segment sums G_t - G_s that are wanted: float32 alone would lose 1e-5 of the output.
 
-Work split: one program a chunk and block of heads. Bytes a token and head: reads 2 or 4, writes 8; a head of 128
+Work split: one program a chunk and block of heads. Bytes a head: reads 2 or 4 a token, writes 8 a row; a head of 128
 channels in bfloat16 moves 1024. Shapes: HV value heads, C chunk. Oracle: ``decay.py``. Source: arXiv:2312.06635.
 """
 
@@ -23,8 +23,8 @@ HEADS = 16  # a block of heads is a run of memory
 
 @triton.jit(do_not_specialize=["T", "spans_per_seq", "chunks_per_seq", "tokens"])
 def _cumulative_gate_kernel(
-    log_decay_ptr,  # [tokens / n, HV]
-    gate_ptr,  # [2, HV, tokens] float32
+    log_decay_ptr,  # [tokens, HV]
+    gate_ptr,  # [2, HV, rows] float32
     spans_ptr,  # [chunks, 4] or None
     T,
     spans_per_seq,

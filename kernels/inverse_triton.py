@@ -3,10 +3,10 @@
     A_ij = r_i a_i^T e^{L} b_j  (j < i)          T = (I + A)^-1
     P_ij = scale q_i^T e^{L} b_j  (j <= i)       Q = P T        W = T^T (b rest)
 
-With R = w v - (r a reach) S0 the corrected values are U = T R, so that o = (q reach) S0^T + P U and
-S1 = S0 total + U^T (b rest) become
+With R = w v - (r a reach) S0^T the corrected values are U = T R, so that o = scale (q reach) S0^T + P U
+and S1 = S0 total + U^T (b rest) become
 
-    o = (q reach) S0^T + Q R          S1 = S0 total + R^T W
+    o = scale (q reach) S0^T + Q R          S1 = S0 total + R^T W
 
 and a walk has no triangular system to solve: the delta family is the additive family with other pairs and other keys.
 Rounding Q and W to 16 bits is also safer than rounding T and U: where keys repeat, entries of T of order one cancel in
@@ -18,9 +18,14 @@ equal keys and beta = 2); the others by substitution, T_ij = -T_ii sum over j <=
 takes part in products as two parts, high and low.
 
 Work split: ``_inverse_kernel``, one warp a (chunk, head), so that nothing waits at a barrier; ``_products_kernel``,
-four. Bytes a row and head, 16-bit, K = 128, C = 64: a and b read (512; 256 where a is b), T written (256); T, q and b
-read (768), Q and W written (384), T in 16 bits for the backward pass (128). Floor: 512 or 768 read, 512 written. Under
-a diagonal decay ``channel_pairs`` has made P, A and b rest.
+four. Bytes a row and head, 16-bit, K = 128, C = 64: a and b read (512; 256 where a is b; the caches are asked 2.5
+times), T written (256); T, q and b read (768), Q and W written (384), T in 16 bits for the backward pass (128). Floor:
+q, a and b read (512 or 768), Q, W and the last written. Under a diagonal decay ``channel_pairs`` has made P, A and
+b rest, and 256 + 256 + 256 are read in their place.
+
+reach, rest and total are the decays from the chunk's start to a row, from a row to its end, and across it; e^L is the
+decay between two rows (``decay.py``). A row that reads before its decay leaves its own gate out of L and reach. P and
+dO have rows at the last micro-step of each token only.
 Shapes: B T HV K, n micro-steps a token, R = T n rows, C chunk.
 Oracle: ``chunk.py`` (triangular solve). Source: arXiv:2406.06484 section 3.2, with T moved to the other side.
 """
@@ -281,7 +286,7 @@ def inverse_products(
             **sizes,
             "HA": a.shape[2],
             "BLOCK_K": max(16, power_of_2_from(min(key_dim, 128))),
-            "READS_BEFORE": int(operands.reads_before_decay),
+            "READS_BEFORE": int(operands.reads_before_decay and decay == SCALAR.value),
             "EXACT": products_in(torch.float32, device_family(q.device)),
         },
         num_warps=1,

@@ -77,7 +77,7 @@ class DeltaConfig:
 
     Attributes:
         chunk_size: micro-steps a chunk.
-        products: blocks over key_dim of the products with the inverse.
+        products: blocks over key_dim of the products with the inverse, and over both dims of the pairs of a gate.
         walk: blocks over value_dim of the walk that makes outputs.
         saving: the same while it saves what the gradients need.
         reverse: the same in the reverse walk.
@@ -193,7 +193,7 @@ _DELTA_NVIDIA_16_BIT = {
         channel_gradients=Tiles(64, 4, 1),
     ),
 }
-# Ampere has no matrix instruction that a narrow operand would harm, and spills by thousands with the tiles of Hopper.
+# The limit of 64 columns is Hopper's. Ampere spills by thousands with the tiles of Hopper.
 _DELTA_AMPERE_16_BIT = {
     128: DeltaConfig.uniform(64, Tiles(32, 8, 1), fill=200),
     256: DeltaConfig.uniform(64, Tiles(32, 8, 1)),
@@ -210,7 +210,7 @@ _DELTA_FLOAT32 = {
 _DELTA_INTERPRETER = {512: DeltaConfig.uniform(32, Tiles(16, 4, 1), fill=4)}
 
 
-def delta_config(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> DeltaConfig:
+def delta_config(family: Family, key_dim: int, dtype: torch.dtype) -> DeltaConfig:
     """The row of the table of the delta family for heads of this size."""
     if family == "interpreter":
         rows = _DELTA_INTERPRETER

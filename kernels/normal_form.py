@@ -146,6 +146,13 @@ def equal_heads(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return expand_heads(x, heads, dim=3), expand_heads(y, heads, dim=3)
 
 
+def sum_groups(x: Tensor, shape: torch.Size) -> Tensor:
+    """[B, T, HV, K] -> [B, T, H, K]: a key head's gradient is the sum over the value heads that share it."""
+    if x.shape == shape:
+        return x
+    return x.unflatten(2, (shape[2], -1)).sum(3, dtype=torch.float32).to(x.dtype)
+
+
 def expand_heads(x: Tensor, num_heads: int, dim: int) -> Tensor:
     """Repeat each head so that value head h reads key head h // (HV / H)."""
     return x if x.shape[dim] == num_heads else x.repeat_interleave(num_heads // x.shape[dim], dim)

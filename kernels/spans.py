@@ -49,6 +49,11 @@ def batch_spans(batch: int, seq_len: int, length: int) -> Spans:
     return Spans(seq_len, length, per_sequence, batch * per_sequence)
 
 
+def whole_sequences(batch: int, seq_len: int) -> Spans:
+    """One span a sequence of a batch, also where none has a token."""
+    return Spans(seq_len, max(seq_len, 1), 1, batch)
+
+
 def packed_spans(cu_seqlens: Tensor, seq_len: int, length: int, chunk_size: int) -> Spans:
     """Spans of ``length`` tokens, a multiple of ``chunk_size``, of each document; an empty document has none."""
     num_documents, bound = cu_seqlens.shape[0] - 1, seq_len // length + cu_seqlens.shape[0] - 1

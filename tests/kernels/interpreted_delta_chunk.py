@@ -172,6 +172,25 @@ def test_packed(decay: str, num_steps: int, absent: Collection[str], documents: 
 
 
 @pytest.mark.parametrize("decay", DECAYS)
+def test_packed_rows_of_no_document_may_be_anything(decay: str) -> None:
+    operands = draw_delta(decay, seq_len=10, heads=ONE_HEAD, documents=[0, 7])
+    for x in leaves(operands).values():
+        if x.ndim > 2 and x.shape[1] == 10:
+            x.data[:, 7:] = torch.nan
+    output, final_state = kernels(operands)
+    (output.sum() + final_state.sum()).backward()
+    for name, x in leaves(operands).items():
+        assert x.grad is not None and not x.grad.isnan().any(), name
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_shapes_without_a_token_leave_the_state(decay: str) -> None:
+    operands = draw_delta(decay, seq_len=0)
+    output, final_state = kernels(operands)
+    assert output.shape[1] == 0 and torch.equal(final_state, operands.initial_state)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
 def test_segments(decay: str) -> None:
     expect_segments(draw_delta(decay, seq_len=290, heads=ONE_HEAD, dims=(8, 4)), loss="both")
 
