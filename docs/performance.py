@@ -53,7 +53,8 @@ quickstart` takes layers, batch and length from a recipe.
 ## Tiles for another GPU
 
 Tile sizes come from a short table keyed by head sizes and device family. Nothing is tuned behind your back, so a first
-call compiles once, and packed documents of any length compile nothing more. To try other tiles on a GPU of yours:
+call compiles once, and packed documents of any length compile nothing more. To try other tiles of the additive family
+(linear attention and gates) on a GPU of yours:
 
 ```text
 statemix bench --tune --key-dim 64 --value-dim 64 --out tuned.json
@@ -274,8 +275,8 @@ def errors(records: Sequence[Record]) -> str:
             columns = [largest[0], limits[0], largest[1], limits[1]]
             rows.append([dtype, str(len(found)), str(cases), str(len(wrong)), *columns])
     titles = ["dtype", "configurations", "cases", "not right", "largest error", "limit", "of a gradient", "limit"]
-    names = ", ".join(OPS[name].label for name in dict.fromkeys(r["op"] for r in records))
-    return "\n\n".join([f"{names}; {_told(records)}. {WHAT_ERRORS_ARE}", _table(titles, rows)])
+    names = "; ".join(sorted({OPS[r["op"]].label for r in records}))
+    return "\n\n".join([f"{names}. {_told(records)}. {WHAT_ERRORS_ARE}", _table(titles, rows)])
 
 
 def _largest(records: Iterable[Record], *, is_gradient: bool) -> float:
