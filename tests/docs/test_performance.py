@@ -87,7 +87,7 @@ def test_errors_are_the_largest_of_each_dtype(script: Any, tmp_path: Path) -> No
     assert script.NOTHING in page  # no times
     (tmp_path / "h200-verify-delta.json").write_text(json.dumps([verified(op="rwkv7", num_cases=11)]))
     page = script.page(tmp_path)
-    assert "RWKV-7; NVIDIA H200" in page and "| bfloat16 | 1 | 11 | 0 | 2.5e-03 |" in page
+    assert "RWKV-7. NVIDIA H200" in page and "| bfloat16 | 1 | 11 | 0 | 2.5e-03 |" in page
     assert "| bfloat16 | 2 | 18 | 0 |" in page  # families apart
 
 
