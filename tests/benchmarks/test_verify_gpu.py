@@ -1,5 +1,6 @@
 """benchmarks/verify_gpu.py, run on the CPU: what it lists, and that nothing wrong gets past it."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from statemix import ScanResult, scan
 from statemix.bench import DTYPES
-from statemix.kernels.launch_config import FAMILIES, Family, Tiles, additive_config, delta_config
+from statemix.kernels.launch_config import FAMILIES, AdditiveConfig, DeltaConfig, Tiles, additive_config, delta_config
 from statemix.ops import OPS, names_of
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -34,11 +35,8 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def tile_class(
-    family: Family, key_dim: int, value_dim: int, dtype: torch.dtype, table: Callable[..., Any] = additive_config
-) -> tuple[object, ...]:
+def tile_class(config: AdditiveConfig | DeltaConfig, key_dim: int, value_dim: int) -> tuple[object, ...]:
     """What decides the tiles of every kernel: the row of the table and the widths that tiles are padded to."""
-    config = table(family, key_dim, value_dim, dtype)
     blocks = sorted({tiles.block for tiles in vars(config).values() if isinstance(tiles, Tiles)})
     return config, padded(key_dim), *(min(block, padded(value_dim)) for block in blocks)
 
@@ -51,9 +49,10 @@ def test_every_configuration_that_can_be_chosen_is_listed(script: Any, depth: st
     for op in ADDITIVE:
         listed = [c for c in script.configurations(ADDITIVE, depth=depth) if c.op == op and c.dtype == dtype]
         for family in FAMILIES:
-            covered = {tile_class(family, c.key_dim, c.value_dim, DTYPES[dtype]) for c in listed}
+            row_of = functools.partial(additive_config, family, dtype=DTYPES[dtype])
+            covered = {tile_class(row_of(c.key_dim, c.value_dim), c.key_dim, c.value_dim) for c in listed}
             possible = {
-                tile_class(family, key_dim, value_dim, DTYPES[dtype])
+                tile_class(row_of(key_dim, value_dim), key_dim, value_dim)
                 for key_dim in range(4, 513, 4)
                 for value_dim in range(4, 513, 12)
             }
@@ -67,9 +66,10 @@ def test_three_recurrences_with_erasures_meet_every_tile(script: Any, depth: str
     for op in script.EVERY_TILE:
         listed = [c for c in script.configurations(DELTA, depth=depth) if c.op == op and c.dtype == dtype]
         for family in FAMILIES:
-            covered = {tile_class(family, c.key_dim, c.value_dim, DTYPES[dtype], delta_config) for c in listed}
+            row_of = functools.partial(delta_config, family, dtype=DTYPES[dtype])
+            covered = {tile_class(row_of(c.key_dim), c.key_dim, c.value_dim) for c in listed}
             possible = {
-                tile_class(family, key_dim, value_dim, DTYPES[dtype], delta_config)
+                tile_class(row_of(key_dim), key_dim, value_dim)
                 for key_dim in range(4, 513, 4)
                 for value_dim in range(4, 513, 12)
             }
