@@ -11,8 +11,8 @@ With nothing saved, backward makes the gate and walks forward once more. Neither
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,21 +25,18 @@ from .gate_triton import cumulative_gate
 from .gradients_triton import Gradients, gradients
 from .launch_config import AdditiveConfig, Tiles, additive_config, device_family
 from .normal_form import sum_groups
-from .spans import Spans, batch_spans, ceil_div, packed_spans, whole_documents, whole_sequences
+from .spans import Cut, Spans, ceil_div, cut_rows
 from .tile_triton import DIAGONAL, NO_DECAY, SCALAR, decay_kind
 from .walk_triton import WalkInputs, join_segments, walk
 
-SHORTEST_SEGMENT = 4  # chunks; a shorter one costs more to join than it gains
+SHORTEST_SEGMENT = 4  # chunks
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Tiles, and how the tokens are cut."""
+class _Plan(NamedTuple):
+    """Tiles, how the tokens are cut, and the kind of decay."""
 
     config: AdditiveConfig
-    chunks: Spans
-    sequences: Spans
-    segments: Spans | None
+    cut: Cut
     decay: int
 
 
@@ -105,7 +102,7 @@ def additive_backward(
     if operands.log_decay is not None and plan.decay == DIAGONAL.value:
         tiles, given = plan.config.channel_gradients, operands[:3]
         grads = channel_gradients(
-            *given, operands.log_decay, grad_output, states, grad_states, plan.chunks, scale=scale, tiles=tiles
+            *given, operands.log_decay, grad_output, states, grad_states, plan.cut.chunks, scale=scale, tiles=tiles
         )
     else:
         grads = gradients(
@@ -114,7 +111,7 @@ def additive_backward(
             decayed.gate,
             states,
             grad_states,
-            plan.chunks,
+            plan.cut.chunks,
             scale=scale,
             tiles=plan.config.gradients,
             needs_gate=needs_decay_grad,
@@ -127,36 +124,17 @@ def additive_backward(
 def _plan(operands: AdditiveOperands) -> _Plan:
     q, _, v, log_decay, _, cu_seqlens = operands
     batch, seq_len, heads, value_dim = v.shape
-    config, decay = additive_config(device_family(q.device), q.shape[-1], value_dim, q.dtype), decay_kind(log_decay)
-    if cu_seqlens is None:
-        return _batch_plan(config, batch, seq_len, heads, value_dim, decay)
-    return _packed_plan(config, cu_seqlens, seq_len, heads, value_dim, decay)
-
-
-@lru_cache(maxsize=1024)
-def _batch_plan(config: AdditiveConfig, batch: int, seq_len: int, heads: int, value_dim: int, decay: int) -> _Plan:
-    """Made once for sizes that come again; packed documents have tables of their own in each call."""
-    length = _segment_length(config, seq_len, batch * heads * ceil_div(value_dim, config.walk.block))
-    chunks, sequences = batch_spans(batch, seq_len, config.chunk_size), whole_sequences(batch, seq_len)
-    segments = batch_spans(batch, seq_len, length) if length < seq_len else None
-    return _Plan(config, chunks, sequences, segments, decay)
-
-
-def _packed_plan(
-    config: AdditiveConfig, cu_seqlens: Tensor, seq_len: int, heads: int, value_dim: int, decay: int
-) -> _Plan:
-    sequences = whole_documents(cu_seqlens, seq_len, config.chunk_size)
-    length = _segment_length(config, seq_len, sequences.count * heads * ceil_div(value_dim, config.walk.block))
-    chunks = packed_spans(cu_seqlens, seq_len, config.chunk_size, config.chunk_size)
-    segments = packed_spans(cu_seqlens, seq_len, length, config.chunk_size) if length < seq_len else None
-    return _Plan(config, chunks, sequences, segments, decay)
-
-
-def _segment_length(config: AdditiveConfig, seq_len: int, programs: int) -> int:
-    """Tokens a segment, a multiple of the chunk; ``seq_len`` or more where whole sequences fill the device."""
-    wanted = ceil_div(config.fill, max(programs, 1))
-    chunks = ceil_div(ceil_div(seq_len, config.chunk_size), wanted)
-    return max(chunks, SHORTEST_SEGMENT) * config.chunk_size
+    config = additive_config(device_family(q.device), q.shape[-1], value_dim, q.dtype)
+    cut = cut_rows(
+        batch,
+        seq_len,
+        cu_seqlens,
+        chunk_size=config.chunk_size,
+        fill=config.fill,
+        programs=heads * ceil_div(value_dim, config.walk.block),
+        shortest=SHORTEST_SEGMENT,
+    )
+    return _Plan(config, cut, decay_kind(log_decay))
 
 
 def _make_rows(operands: AdditiveOperands) -> Callable[[Tensor], Tensor]:
@@ -167,9 +145,9 @@ def _make_rows(operands: AdditiveOperands) -> Callable[[Tensor], Tensor]:
 def _decayed(operands: AdditiveOperands, plan: _Plan, scale: float) -> _Decayed:
     q, k, _, log_decay, *_ = operands
     if log_decay is not None and plan.decay == SCALAR.value:
-        return _Decayed(q, k, cumulative_gate(log_decay, plan.chunks), None)
+        return _Decayed(q, k, cumulative_gate(log_decay, plan.cut.chunks), None)
     if log_decay is not None and plan.decay == DIAGONAL.value:
-        made = channel_pairs(q, k, log_decay, plan.chunks, scale=scale, tiles=plan.config.channel_pairs)
+        made = channel_pairs(q, k, log_decay, plan.cut.chunks, scale=scale, tiles=plan.config.channel_pairs)
         return _Decayed(made.reach, made.rest, made.total, made.pairs)
     return _Decayed(q, k, log_decay, None)
 
@@ -182,7 +160,7 @@ def _own_tensors(decayed: _Decayed, plan: _Plan) -> list[Tensor]:
 
 def _check_saved(saved: list[Tensor], plan: _Plan) -> None:
     """What was saved is of chunks; other tiles in between would read it as chunks of another size."""
-    is_same = saved[0].shape[0] == plan.chunks.count
+    is_same = saved[0].shape[0] == plan.cut.chunks.count
     if plan.decay == DIAGONAL.value:
         is_same = is_same and saved[-1].shape[-1] == plan.config.chunk_size
     if not is_same:
@@ -199,31 +177,31 @@ def _saved_decayed(operands: AdditiveOperands, own: list[Tensor], plan: _Plan) -
 
 def _chunk_states(operands: AdditiveOperands, plan: _Plan) -> Tensor:
     heads, value_dim = operands.v.shape[2:]
-    return operands.v.new_empty(plan.chunks.count, heads, operands.q.shape[-1], value_dim)
+    return operands.v.new_empty(plan.cut.chunks.count, heads, operands.q.shape[-1], value_dim)
 
 
 def _walk(
     inputs: WalkInputs, plan: _Plan, *, output: Tensor | None, states: Tensor | None, reverse: bool = False
 ) -> Tensor:
     """Walk every sequence, in segments where the plan says so; returns the state at the other end."""
-    final = _empty_states(inputs, plan.sequences)
+    final = _empty_states(inputs, plan.cut.sequences)
     step = partial(walk, chunk_size=plan.config.chunk_size, reverse=reverse)
     tiles = _walk_tiles(plan, states, reverse=reverse)
-    if plan.segments is None:
-        step(inputs, plan.sequences, tiles=tiles, output=output, states=states, final=final)
+    if plan.cut.segments is None:
+        step(inputs, plan.cut.sequences, tiles=tiles, output=output, states=states, final=final)
         return final
-    updates, decay = _empty_states(inputs, plan.segments), _span_decay(inputs, plan.segments)
+    updates, decay = _empty_states(inputs, plan.cut.segments), _span_decay(inputs, plan.cut.segments)
     step(
         replace(inputs, initial=None),
-        plan.segments,
+        plan.cut.segments,
         tiles=plan.config.summary,
         output=None,
         states=None,
         final=updates,
         span_decay=decay,
     )
-    join_segments(inputs.initial, updates, decay, final, plan.segments, kind=plan.decay, reverse=reverse)
-    step(replace(inputs, initial=updates), plan.segments, tiles=tiles, output=output, states=states, final=None)
+    join_segments(inputs.initial, updates, decay, final, plan.cut.segments, kind=plan.decay, reverse=reverse)
+    step(replace(inputs, initial=updates), plan.cut.segments, tiles=tiles, output=output, states=states, final=None)
     return final
 
 

@@ -12,8 +12,6 @@ know autograd: ``delta_op.py`` does. Bytes a row and head, uncut, 16-bit, K = V 
 Shapes: B T HQ HA HB HV K V, n micro-steps a token, R = T n rows, N sequences, C chunk.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,20 +26,17 @@ from .gate_triton import cumulative_gate
 from .inverse_triton import inverse_products
 from .launch_config import DeltaConfig, delta_config, device_family
 from .normal_form import sum_groups
-from .spans import Spans, batch_spans, ceil_div, packed_spans, whole_documents, whole_sequences
+from .spans import Cut, ceil_div, cut_rows
 from .tile_triton import decay_kind
 
-SHORTEST_SEGMENT = 8  # chunks; a shorter one costs more to join than it gains
+SHORTEST_SEGMENT = 8  # chunks
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """Tiles, and how the rows are cut."""
 
     config: DeltaConfig
-    chunks: Spans
-    sequences: Spans
-    segments: Spans | None
+    cut: Cut
 
 
 class _Products(NamedTuple):
@@ -112,7 +107,7 @@ def delta_backward(
             products.gate,
             states,
             grad_states,
-            plan.chunks,
+            plan.cut.chunks,
             scale=scale,
             tiles=plan.config.gradients,
             pair_tiles=plan.config.products,
@@ -124,27 +119,16 @@ def delta_backward(
 def _plan(operands: DeltaOperands) -> _Plan:
     batch, rows, heads, value_dim = operands.v.shape
     config = delta_config(device_family(operands.q.device), operands.q.shape[-1], operands.q.dtype)
-    if operands.cu_seqlens is None:
-        return _batch_plan(config, batch, rows, heads, value_dim)
-    offsets, size = operands.cu_seqlens * operands.num_steps, config.chunk_size
-    sequences = whole_documents(offsets, rows, size)
-    length = _segment_length(config, rows, sequences.count * heads * ceil_div(value_dim, config.walk.block))
-    segments = packed_spans(offsets, rows, length, size) if length < rows else None
-    return _Plan(config, packed_spans(offsets, rows, size, size), sequences, segments)
-
-
-@lru_cache(maxsize=1024)
-def _batch_plan(config: DeltaConfig, batch: int, rows: int, heads: int, value_dim: int) -> _Plan:
-    length = _segment_length(config, rows, batch * heads * ceil_div(value_dim, config.walk.block))
-    segments = batch_spans(batch, rows, length) if length < rows else None
-    return _Plan(config, batch_spans(batch, rows, config.chunk_size), whole_sequences(batch, rows), segments)
-
-
-def _segment_length(config: DeltaConfig, rows: int, programs: int) -> int:
-    """Rows a segment, a multiple of the chunk; ``rows`` or more where whole sequences fill the device."""
-    wanted = ceil_div(config.fill, max(programs, 1))
-    chunks = ceil_div(ceil_div(rows, config.chunk_size), wanted)
-    return max(chunks, SHORTEST_SEGMENT) * config.chunk_size if wanted > 1 else rows
+    cut = cut_rows(
+        batch,
+        rows,
+        None if operands.cu_seqlens is None else operands.cu_seqlens * operands.num_steps,
+        chunk_size=config.chunk_size,
+        fill=config.fill,
+        programs=heads * ceil_div(value_dim, config.walk.block),
+        shortest=SHORTEST_SEGMENT,
+    )
+    return _Plan(config, cut)
 
 
 def _is_diagonal(operands: DeltaOperands) -> bool:
@@ -158,7 +142,7 @@ def _rows_like(x: Tensor, operands: DeltaOperands) -> Tensor:
 
 def _chunk_states(operands: DeltaOperands, plan: _Plan) -> Tensor:
     heads, value_dim = operands.v.shape[2:]
-    return operands.v.new_empty(plan.chunks.count, heads, operands.q.shape[-1], value_dim)
+    return operands.v.new_empty(plan.cut.chunks.count, heads, operands.q.shape[-1], value_dim)
 
 
 def _products(
@@ -168,12 +152,12 @@ def _products(
     q, b, gate, channels = operands.q, operands.b, None, None
     query, eraser = q, b if operands.a is None else operands.a
     if _is_diagonal(operands):
-        channels = channel_erasures(operands, plan.chunks, scale=scale, tiles=plan.config.channel_pairs)
+        channels = channel_erasures(operands, plan.cut.chunks, scale=scale, tiles=plan.config.channel_pairs)
         query, eraser, gate = channels.query, channels.eraser, channels.total
     elif operands.log_decay is not None:
-        gate = cumulative_gate(operands.log_decay, plan.chunks, num_steps=operands.num_steps)
+        gate = cumulative_gate(operands.log_decay, plan.cut.chunks, num_steps=operands.num_steps)
     made = inverse_products(
-        operands, channels, gate, plan.chunks, scale=scale, tiles=plan.config.products, needs_inverse=needs_inverse
+        operands, channels, gate, plan.cut.chunks, scale=scale, tiles=plan.config.products, needs_inverse=needs_inverse
     )
     return _Products(query, eraser, gate, made.pairs, made.key), made.inverse
 
@@ -222,11 +206,11 @@ def _walk_forward(
     inputs = _walk_inputs(operands, products, scale)
     sizes = (operands.v.shape[2], operands.v.shape[3])
     tiles = plan.config.walk if states is None else plan.config.saving
-    final, spans, end = operands.empty_state(), plan.sequences, None
-    if plan.segments is None:
+    final, spans, end = operands.empty_state(), plan.cut.sequences, None
+    if plan.cut.segments is None:
         end = final
     else:
-        spans = plan.segments
+        spans = plan.cut.segments
         updates = final.new_empty(spans.count, *final.shape[1:])
         start = inputs._replace(initial=None)
         delta_walk(start, spans, sizes=sizes, tiles=plan.config.summary, final=updates)
@@ -251,11 +235,11 @@ def _walk_reverse(
     forward = _walk_inputs(operands, products, scale)
     sizes = (operands.v.shape[2], operands.v.shape[3])
     inputs = forward._replace(value=grad_output, weight=None, initial=grad_final)
-    d_initial, spans, end = operands.empty_state(), plan.sequences, None
-    if plan.segments is None:
+    d_initial, spans, end = operands.empty_state(), plan.cut.sequences, None
+    if plan.cut.segments is None:
         end = d_initial
     else:
-        spans = plan.segments
+        spans = plan.cut.segments
         updates = d_initial.new_empty(spans.count, *d_initial.shape[1:])
         start = inputs._replace(initial=None)
         delta_walk(start, spans, sizes=sizes, tiles=plan.config.summary, final=updates, reverse=True)
@@ -270,11 +254,11 @@ def _walk_reverse(
 
 def _maps(inputs: DeltaWalkInputs, plan: _Plan, heads: int) -> Tensor:
     """P of every segment, [segments, HV, K, K]: what the walk makes of the identity without values."""
-    assert plan.segments is not None
+    assert plan.cut.segments is not None
     key_dim = inputs.key.shape[-1]
-    maps = inputs.key.new_empty(plan.segments.count, heads, key_dim, key_dim, dtype=torch.float32)
+    maps = inputs.key.new_empty(plan.cut.segments.count, heads, key_dim, key_dim, dtype=torch.float32)
     bare = inputs._replace(value=None, weight=None)
-    delta_walk(bare, plan.segments, sizes=(heads, key_dim), tiles=plan.config.summary, final=maps)
+    delta_walk(bare, plan.cut.segments, sizes=(heads, key_dim), tiles=plan.config.summary, final=maps)
     return maps
 
 
@@ -295,13 +279,13 @@ def _channel_row_gradients(
     assert log_decay is not None
     steps, tiles = operands.num_steps, plan.config.channel_gradients
     reads = channel_gradients(
-        *(q, b, corrected, log_decay, grad_output, states, grad_states, plan.chunks),
+        *(q, b, corrected, log_decay, grad_output, states, grad_states, plan.cut.chunks),
         scale=scale,
         tiles=tiles,
         num_steps=steps,
     )
     erasures = channel_gradients(
-        *(b if a is None else a, b, corrected, log_decay, residual, states, None, plan.chunks),
+        *(b if a is None else a, b, corrected, log_decay, residual, states, None, plan.cut.chunks),
         scale=-1.0,
         tiles=tiles,
         num_steps=steps,

@@ -59,10 +59,6 @@ class AdditiveConfig:
     channel_gradients: Tiles
     fill: int
 
-    def __hash__(self) -> int:
-        """Of numbers alone: every call looks a plan up by its row, and a hash of all the tiles takes longer."""
-        return hash((self.chunk_size, self.fill))
-
     @classmethod
     def uniform(cls, chunk_size: int, tiles: Tiles, *, fill: int = 200) -> "AdditiveConfig":
         """The same tiles for every kernel."""
@@ -98,10 +94,6 @@ class DeltaConfig:
     channel_pairs: Tiles
     channel_gradients: Tiles
     fill: int
-
-    def __hash__(self) -> int:
-        """Of numbers alone, as of ``AdditiveConfig``."""
-        return hash((self.chunk_size, self.fill))
 
     @classmethod
     def uniform(cls, chunk_size: int, tiles: Tiles, *, fill: int = 100) -> "DeltaConfig":

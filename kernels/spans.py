@@ -7,6 +7,7 @@ Shapes: B batch, T time, N documents, C chunk_size.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -77,6 +78,55 @@ def whole_documents(cu_seqlens: Tensor, seq_len: int, chunk_size: int) -> Spans:
     document = torch.arange(num_documents, device=cu_seqlens.device)
     table = torch.stack([starts, starts + lengths, _offsets(lengths, chunk_size)[:-1], document], dim=1)
     return Spans(seq_len, seq_len, 0, num_documents, table.int())
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the rows of a scan are cut.
+
+    Attributes:
+        chunks: rows that are turned into matrix products.
+        sequences: those that a state passes through.
+        segments: runs of chunks that start from a state of their own, or None where whole sequences fill the device.
+    """
+
+    chunks: Spans
+    sequences: Spans
+    segments: Spans | None
+
+
+def cut_rows(
+    batch: int, rows: int, offsets: Tensor | None, *, chunk_size: int, fill: int, programs: int, shortest: int
+) -> Cut:
+    """Chunks and, where it takes more than the sequences to fill the device, segments.
+
+    Args:
+        offsets: of documents [N + 1] in rows, with batch 1; or None.
+        fill: programs that keep the device busy.
+        programs: that walk one sequence side by side.
+        shortest: chunks of a segment at least; a shorter one costs more to join than it gains.
+    """
+    if offsets is None:
+        return _cut_batch(batch, rows, chunk_size, fill, programs, shortest)
+    sequences = whole_documents(offsets, rows, chunk_size)
+    length = _segment_length(rows, chunk_size, fill, programs * sequences.count, shortest)
+    segments = packed_spans(offsets, rows, length, chunk_size) if length < rows else None
+    return Cut(packed_spans(offsets, rows, chunk_size, chunk_size), sequences, segments)
+
+
+@lru_cache(maxsize=1024)
+def _cut_batch(batch: int, rows: int, chunk_size: int, fill: int, programs: int, shortest: int) -> Cut:
+    """Made once for sizes that come again; packed documents have tables of their own in each call."""
+    length = _segment_length(rows, chunk_size, fill, programs * batch, shortest)
+    segments = batch_spans(batch, rows, length) if length < rows else None
+    return Cut(batch_spans(batch, rows, chunk_size), whole_sequences(batch, rows), segments)
+
+
+def _segment_length(rows: int, chunk_size: int, fill: int, programs: int, shortest: int) -> int:
+    """Rows a segment, a multiple of the chunk; ``rows`` or more where whole sequences fill the device."""
+    wanted = ceil_div(fill, max(programs, 1))
+    chunks = ceil_div(ceil_div(rows, chunk_size), wanted)
+    return max(chunks, shortest) * chunk_size
 
 
 def _inside(cu_seqlens: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:

@@ -213,7 +213,7 @@ def test_segments_packed(decay: str) -> None:
 
 
 def expect_segments(operands: DeltaOperands, loss: str) -> None:
-    assert delta_triton._plan(operands).segments is not None
+    assert delta_triton._plan(operands).cut.segments is not None
     expect_definition(operands, loss=loss)
 
 

@@ -67,7 +67,7 @@ def test_a_plan_that_was_made_before_does_not_hide_a_tuned_row() -> None:
     operands = AdditiveOperands(x, x, x, None, None, None)
     row = TunedRow("sm_90", 64, 64, torch.bfloat16, AdditiveConfig.uniform(32, Tiles(64, 4, 1)))
     with compile_for("sm_90"):
-        before = _plan(operands).chunks.count
+        before = _plan(operands).cut.chunks.count
         with override([row]):
-            assert _plan(operands).chunks.count == 5
-        assert _plan(operands).chunks.count == before == 3
+            assert _plan(operands).cut.chunks.count == 5
+        assert _plan(operands).cut.chunks.count == before == 3
