@@ -10,15 +10,11 @@ Forward, forward and backward, and peak memory, as benchmarks/speed.py takes the
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from statemix.bench import DTYPES
-from statemix.measured_on import provenance, write_records
 from statemix.ops import OPS, Sizes
-from statemix.timed_scan import Record, TimedScan, measure, timed_in_turn
+from statemix.timed_scan import Record, TimedScan, add_timing_options, exit_code, measure, written_in_turn
 
 OPS_TIMED = ("deltanet", "gated_deltanet", "kda")
 
@@ -55,22 +51,9 @@ def line(record: Record) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     tasks = tasks_of(arguments)
-    records: list[Record] = []
     print(f"{'':<56}{'forward':>9}{'both':>9}{'MB':>9}", flush=True)
-    for _, record in timed_in_turn(
-        tasks,
-        measure,
-        to_compile=tasks,
-        num_workers=arguments.workers,
-        minutes=arguments.minutes,
-        told=provenance(arguments.device),
-    ):
-        records.append(record)
-        print(line(record), flush=True)
-        write_records(arguments.out, records)
-    failed = sum("failure" in record for record in records)
-    print(f"{failed} failed, {len(tasks) - len(records)} not run")
-    return 1 if failed else 2 if len(records) < len(tasks) else 0
+    records = written_in_turn(tasks, measure, arguments, to_compile=tasks, line=line)
+    return exit_code(records, len(tasks))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -81,13 +64,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-heads", type=int, default=8, help="H of the dense heads (default: 8)")
     parser.add_argument("--key-dim", type=int, default=256, help="K of the dense heads (default: 256)")
     parser.add_argument("--value-dim", type=int, default=128)
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
-    parser.add_argument("--workers", type=int, default=14, help="processes that compile at a time (default: 14)")
-    parser.add_argument("--rep-ms", type=int, default=200, help="milliseconds spent on each figure (default: 200)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no call after this long")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON, a record a line, kept up to date")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: for trying the script itself")
-    parser.add_argument("--backend", default="triton", choices=("triton", "torch"))
+    add_timing_options(parser, rep_ms=200)
     return parser.parse_args(argv)
 
 

@@ -10,15 +10,11 @@ With sixteen cores: about half a minute to compile, then two minutes. docs/figur
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from statemix.bench import DTYPES
-from statemix.measured_on import provenance, write_records
 from statemix.ops import OPS, Sizes
-from statemix.timed_scan import Record, TimedScan, measure_forward, timed_in_turn
+from statemix.timed_scan import Record, TimedScan, add_timing_options, exit_code, measure_forward, written_in_turn
 
 OPS_TIMED = ("deltanet", "gated_deltanet", "kda", "deltaproduct", "gla", "mamba2")
 LENGTHS = tuple(512 << n for n in range(7))
@@ -67,21 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     tasks = tasks_of(arguments)
     ends = (min(arguments.lengths), max(arguments.lengths))  # in between nothing else is compiled
-    records: list[Record] = []
-    for _, record in timed_in_turn(
-        tasks,
-        measure_forward,
-        to_compile=[task for task in tasks if task.sizes.seq_len in ends],
-        num_workers=arguments.workers,
-        minutes=arguments.minutes,
-        told=provenance(arguments.device),
-    ):
-        records.append(record)
-        print(line(record), flush=True)
-        write_records(arguments.out, records)
-    failed = sum("failure" in record for record in records)
-    print(f"\n{table(records)}\n\n{failed} failed, {len(tasks) - len(records)} not run")
-    return 1 if failed else 2 if len(records) < len(tasks) else 0
+    to_compile = [task for task in tasks if task.sizes.seq_len in ends]
+    records = written_in_turn(tasks, measure_forward, arguments, to_compile=to_compile, line=line)
+    print(f"\n{table(records)}\n")
+    return exit_code(records, len(tasks))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -91,13 +76,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="T")
     parser.add_argument("--tokens", type=int, default=32768, help="in all sequences of a call (default: 32768)")
     parser.add_argument("--width", type=int, default=2048, help="channels of all heads (default: 2048)")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
-    parser.add_argument("--workers", type=int, default=14, help="processes that compile at a time (default: 14)")
-    parser.add_argument("--rep-ms", type=int, default=60, help="milliseconds spent on each figure (default: 60)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no call after this long")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON, a record a line, kept up to date")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: for trying the script itself")
-    parser.add_argument("--backend", default="triton", choices=("triton", "torch"))
+    add_timing_options(parser, rep_ms=60)
     return parser.parse_args(argv)
 
 

@@ -3,11 +3,14 @@
 The scripts of ``benchmarks`` are made of these; ``statemix bench`` times what a user names in this process.
 """
 
+import argparse
+import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -15,6 +18,7 @@ import torch
 from statemix.transitions import scan
 
 from .bench import DTYPES
+from .measured_on import provenance, write_records
 from .ops import OPS, Op, Operands, Sizes
 from .timing import copy_bandwidth, graph_ms, least_bytes, median_ms, time_both_ways
 from .worker_pool import run_isolated
@@ -170,6 +174,49 @@ def timed_in_turn(
     for done in run_isolated(function, right, num_workers=1, timeout_s=TIMEOUT_S, may_start=may_start):
         found = done.result or {"failure": done.failure}
         yield done.task, {**described(done.task), **found, **told}
+
+
+def add_timing_options(parser: argparse.ArgumentParser, *, rep_ms: int) -> None:
+    """The options of a script whose calls ``written_in_turn`` times."""
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile at a time (default: 14)")
+    rep_help = f"milliseconds spent on each figure (default: {rep_ms})"
+    parser.add_argument("--rep-ms", type=int, default=rep_ms, help=rep_help)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no call after this long")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON, a record a line, kept up to date")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: for trying the script itself")
+    parser.add_argument("--backend", default="triton", choices=("triton", "torch"))
+
+
+def written_in_turn(
+    tasks: Sequence[TimedScan],
+    function: Callable[[TimedScan], Record],
+    arguments: argparse.Namespace,
+    *,
+    to_compile: Sequence[TimedScan],
+    line: Callable[[Record], str],
+) -> list[Record]:
+    """The records of ``timed_in_turn``, each printed and the file written as it comes."""
+    records: list[Record] = []
+    for _, record in timed_in_turn(
+        tasks,
+        function,
+        to_compile=to_compile,
+        num_workers=arguments.workers,
+        minutes=arguments.minutes,
+        told=provenance(arguments.device),
+    ):
+        records.append(record)
+        print(line(record), flush=True)
+        write_records(arguments.out, records)
+    return records
+
+
+def exit_code(records: Sequence[Record], num_tasks: int) -> int:
+    """Print what failed and what was not run: 1 for the first, 2 for the second alone, else 0."""
+    failed = sum("failure" in record for record in records)
+    print(f"{failed} failed, {num_tasks - len(records)} not run")
+    return 1 if failed else 2 if len(records) < num_tasks else 0
 
 
 def described(task: TimedScan) -> Record:
