@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 
@@ -31,8 +31,21 @@ class Tiles:
     num_stages: int
 
 
+class _Row:
+    """What the rows of both tables can do; their fields are ``chunk_size``, ``fill`` and tiles."""
+
+    USUAL_FILL: ClassVar[int]
+
+    @classmethod
+    def uniform(cls, chunk_size: int, tiles: Tiles, *, fill: int | None = None) -> Self:
+        """The same tiles for every kernel."""
+        names = [field.name for field in fields(cls) if field.type is Tiles]  # type: ignore[arg-type]
+        sizes = {"chunk_size": chunk_size, "fill": cls.USUAL_FILL if fill is None else fill}
+        return cls(**sizes, **dict.fromkeys(names, tiles))
+
+
 @dataclass(frozen=True)
-class AdditiveConfig:
+class AdditiveConfig(_Row):
     """Tiles of every kernel of the additive family for one size of head.
 
     Attributes:
@@ -48,6 +61,8 @@ class AdditiveConfig:
         fill: programs that keep the device busy; a walk with fewer is cut into segments of the sequence.
     """
 
+    USUAL_FILL: ClassVar[int] = 200
+
     chunk_size: int
     walk: Tiles
     saving: Tiles
@@ -59,16 +74,9 @@ class AdditiveConfig:
     channel_gradients: Tiles
     fill: int
 
-    @classmethod
-    def uniform(cls, chunk_size: int, tiles: Tiles, *, fill: int = 200) -> "AdditiveConfig":
-        """The same tiles for every kernel."""
-        return cls(
-            chunk_size=chunk_size, fill=fill, **{field.name: tiles for field in fields(cls) if field.type is Tiles}
-        )
-
 
 @dataclass(frozen=True)
-class DeltaConfig:
+class DeltaConfig(_Row):
     """Tiles of every kernel of the delta family for one size of head.
 
     Attributes:
@@ -84,6 +92,8 @@ class DeltaConfig:
         fill: programs that keep the device busy; a walk with fewer is cut into segments of the sequence.
     """
 
+    USUAL_FILL: ClassVar[int] = 100
+
     chunk_size: int
     products: Tiles
     walk: Tiles
@@ -94,13 +104,6 @@ class DeltaConfig:
     channel_pairs: Tiles
     channel_gradients: Tiles
     fill: int
-
-    @classmethod
-    def uniform(cls, chunk_size: int, tiles: Tiles, *, fill: int = 100) -> "DeltaConfig":
-        """The same tiles for every kernel."""
-        return cls(
-            chunk_size=chunk_size, fill=fill, **{field.name: tiles for field in fields(cls) if field.type is Tiles}
-        )
 
 
 # The largest K of a row, then the row. The ptxas of Triton 3.6 can multiply a right operand narrower than 64 columns
