@@ -22,7 +22,7 @@ from . import additive_torch
 from .additive_operands import AdditiveOperands
 from .launch_config import additive_config, device_family
 from .scan_operators import ScanOperators, has_kernels
-from .spans import ceil_div
+from .spans import num_spans
 
 
 def additive_scan(
@@ -101,10 +101,7 @@ def _saved_like(operands: AdditiveOperands) -> list[Tensor]:
     q, _, v, log_decay, _, cu_seqlens = operands
     (batch, seq_len, num_heads, value_dim), key_dim = v.shape, q.shape[-1]
     size = additive_config(device_family(q.device), int(key_dim), int(value_dim), q.dtype).chunk_size
-    if cu_seqlens is None:
-        num_chunks = batch * ceil_div(seq_len, size)
-    else:
-        num_chunks = seq_len // size + cu_seqlens.shape[0] - 1
+    num_chunks = num_spans(batch, seq_len, size, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     states = v.new_empty(num_chunks, num_heads, key_dim, value_dim)
     if log_decay is None or log_decay.ndim == 1:
         return [states]

@@ -29,8 +29,6 @@ from .spans import Cut, Spans, ceil_div, cut_rows
 from .tile_triton import DIAGONAL, NO_DECAY, SCALAR, decay_kind
 from .walk_triton import WalkInputs, join_segments, walk
 
-SHORTEST_SEGMENT = 4  # chunks
-
 
 class _Plan(NamedTuple):
     """Tiles, how the tokens are cut, and the kind of decay."""
@@ -116,7 +114,7 @@ def additive_backward(
             tiles=plan.config.gradients,
             needs_gate=needs_decay_grad,
         )
-    dq, dk = (sum_groups(x, given.shape) for x, given in zip(grads[:2], operands[:2], strict=True))
+    dq, dk = sum_groups(grads.q, operands.q.shape), sum_groups(grads.k, operands.k.shape)
     gate = grads.gate if needs_decay_grad else None
     return dq, dk, dv, _decay_gradient(gate, operands.log_decay), d_initial
 
@@ -129,10 +127,8 @@ def _plan(operands: AdditiveOperands) -> _Plan:
         batch,
         seq_len,
         cu_seqlens,
-        chunk_size=config.chunk_size,
-        fill=config.fill,
-        programs=heads * ceil_div(value_dim, config.walk.block),
-        shortest=SHORTEST_SEGMENT,
+        heads * ceil_div(value_dim, config.walk.block),
+        config.cut_rule,
     )
     return _Plan(config, cut, decay_kind(log_decay))
 

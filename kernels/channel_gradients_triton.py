@@ -10,19 +10,23 @@ between, never a difference of larger sums.
 Erasures of the delta family are queries too: with a for q, rates r, U for v and -dR for dO the same kernels give
 
     dA = -strictly_lower(dR U^T) e^L        x = -(dR S) reach + dA b        da = r x        dr = x^T a
+    dv = w dR                               dw = v^T dR
 
-and the share of b in dA; they write nothing to the state, so dS has no part.
+and add the share of b in dA, and of gates, to what the queries gave them. They write nothing to the state, so dS has no
+part. Where a is b, da goes to b at once. (Both in one pass over the levels, which share their exponents, spills: 1.68
+against 0.86 and 0.56 ms.)
 
-Work split: ``_level_pairs_kernel``, one program a (chunk, head), writes M of every level;
+Work split: ``_level_pairs_kernel``, one program a (chunk, head), writes M of every level, and dv and dw;
 ``_channel_gradients_kernel``, one program a (block of K, chunk, head), does the rest. With M in registers the second
 spills: 1.23 ms on an H200 at B8 T2048 H16 D128, against 0.79 and 0.09 for the two.
-Bytes a token and head, 16-bit, K = V = 128, C = 64: v and dO read (512), M written (896); then q, k, v, dO, S, dS and a
+Bytes a row and head, 16-bit, K = V = 128, C = 64: v and dO read (512), M written (896); then q, k, v, dO, S, dS and a
 float32 gate read (2560), M once a block of K (1792), dq, dk and a float32 gate gradient written (1024). Floor: 3584.
-The run for erasures has no dS (512 less).
-Shapes: B T HV K V, C chunk, L = log2 C levels. Oracle: autograd through ``chunk.py``.
-Source: arXiv:2312.06635 section 4.3.
+The run for erasures has no dS (512 less), reads v, db and the gate's gradient (1024) and writes dv (256).
+Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk, L = log2 C levels.
+Oracle: autograd through ``chunk.py``. Source: arXiv:2312.06635 section 4.3.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,16 +35,22 @@ import triton.language as tl
 from torch import Tensor
 
 from .channel_levels_triton import is_later, level_factors, split_gate, spread, spread_tables, sum_tables, sums
+from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
+from .pair_gradients_triton import value_gradients
 from .spans import Spans, ceil_div, power_of_2_from
 from .tile_triton import load_rows, load_scalars, load_step, locate
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq"])
 def _level_pairs_kernel(
-    v_ptr,  # [rows, HV, V]
-    grad_ptr,  # dO, [tokens, HV, V], or [rows, HV, V] where QUERY_STEPS is 1
+    written_ptr,  # v or U, [rows, HV, V]
+    grad_ptr,  # dO, [tokens, HV, V]; dR, [rows, HV, V], of erasures
+    v_ptr,  # [rows, HV, V]; this and the next three are None but for erasures with a weight
+    weight_ptr,  # [rows, HV]
+    dv_ptr,  # [rows, HV, V]
+    dweight_ptr,  # [rows, HV]
     pairs_ptr,  # [chunks, HV, L + 1, C, C]: M of each level, and the pairs of a row with itself
     chunks_ptr,  # [chunks, 4], or None for a batch
     scale,
@@ -64,17 +74,24 @@ def _level_pairs_kernel(
         return
     steps = tl.arange(0, CHUNK)
     valid = steps < end - start
-    row = (start * HV + head) * V
+    scalars = start * HV + head
+    if weight_ptr is not None:
+        weight = load_scalars(weight_ptr + scalars, steps, valid, HV)
+        dweight = tl.zeros([CHUNK], dtype=tl.float32)
     pairs = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     pairs_t = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     for block in tl.static_range((V + BLOCK_V - 1) // BLOCK_V):
         columns = block * BLOCK_V + tl.arange(0, BLOCK_V)
-        v = load_rows(v_ptr + row, steps, valid, columns, HV * V, V, BLOCK_V)
+        written = load_rows(written_ptr + scalars * V, steps, valid, columns, HV * V, V, BLOCK_V)
         grad = load_step(
             grad_ptr + head * V, start, steps, valid, columns, HV * V, V, BLOCK_V, QUERY_STEPS, QUERY_STEPS - 1
         )
-        pairs = tl.dot(grad, tl.trans(v), pairs, input_precision=PRECISION)
-        pairs_t = tl.dot(v, tl.trans(grad), pairs_t, input_precision=PRECISION)
+        pairs = tl.dot(grad, tl.trans(written), pairs, input_precision=PRECISION)
+        pairs_t = tl.dot(written, tl.trans(grad), pairs_t, input_precision=PRECISION)
+        if weight_ptr is not None:
+            dweight += value_gradients(grad, v_ptr, dv_ptr, weight, scalars, steps, valid, columns, HV, V)
+    if weight_ptr is not None:
+        tl.store(dweight_ptr + scalars + steps * HV, dweight.to(dweight_ptr.dtype.element_ty), mask=valid)
     # dP below the diagonal and its transpose above it: a level needs both
     both = tl.where(steps[:, None] >= steps[None, :], pairs, pairs_t) * scale
     both = both.to(pairs_ptr.dtype.element_ty)
@@ -88,21 +105,21 @@ def _level_pairs_kernel(
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
 def _channel_gradients_kernel(
-    q_ptr,  # [tokens, HQ, K], or [rows, HQ, K] where QUERY_STEPS is 1
+    q_ptr,  # [tokens, HQ, K]; a, [rows, HQ, K], of erasures
     k_ptr,  # [rows, HK, K]
-    v_ptr,  # [rows, HV, V]
-    grad_ptr,  # dO, [tokens, HV, V], or [rows, HV, V] where QUERY_STEPS is 1
-    rate_ptr,  # factor on q, [rows, HV], or None
+    v_ptr,  # v or U, [rows, HV, V]
+    grad_ptr,  # dO, [tokens, HV, V]; dR, [rows, HV, V], of erasures
+    rate_ptr,  # factor on erasures, [rows, HV], or None
     log_decay_ptr,  # [tokens, HV, K]
     pairs_ptr,  # [chunks, HV, L + 1, C, C] of _level_pairs_kernel
     states_ptr,  # S at chunk starts, [chunks, HV, K, V]
     grad_states_ptr,  # dS at chunk ends, [chunks, HV, K, V]; None of erasures, which write nothing
     sums_ptr,  # sum_tables
     spread_ptr,  # spread_tables
-    dq_ptr,  # [tokens, HV, K], or [rows, HV, K] where QUERY_STEPS is 1
-    dk_ptr,  # [rows, HV, K]
-    drate_ptr,  # [blocks of K, HV, rows] float32, or None
-    dgate_ptr,  # [tokens, HV, K] float32
+    dq_ptr,  # [tokens, HV, K], or [rows, HV, K] of erasures; None where q is k, whose gradient then has both
+    dk_ptr,  # [rows, HV, K]; erasures add to it
+    drate_ptr,  # [blocks of K, rows, HV] float32, or None
+    dgate_ptr,  # [tokens, HV, K] float32; erasures add to it
     chunks_ptr,  # [chunks, 4], or None for a batch
     scale,
     T,
@@ -138,10 +155,10 @@ def _channel_gradients_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     q_ptr += head // (HV // HQ) * K
     k_ptr += (start * HK + head // (HV // HK)) * K
-    v_ptr += (start * HV + head) * V
+    scalars = start * HV + head
+    v_ptr += scalars * V
     grad_ptr += head * V
     tokens, query_rows = start + steps, (start + steps) // QUERY_STEPS
-    row = (start * HV + head) * K  # of the arrays with a row for every value head
     mask = valid[:, None] & (columns < K)[None, :]
     mask_queries = mask & (tokens % QUERY_STEPS == QUERY_STEPS - 1)[:, None]
 
@@ -152,19 +169,25 @@ def _channel_gradients_kernel(
     q_rows = q_ptr + query_rows[:, None] * (HQ * K)
     k_rows = k_ptr + steps[:, None] * (HK * K)
     if ERASES:
-        dq = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
         dk = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
+        if dq_ptr is not None:
+            dq = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
     else:
         q = tl.load(q_rows + columns[None, :], mask=mask_queries, other=0.0)
         own = tl.load(place + LEVELS * CHUNK * CHUNK)
         dq = tl.dot(own, k, input_precision=PRECISION)
         dk = tl.dot(own, q, input_precision=PRECISION)
     dgate = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
-    rate = load_scalars(rate_ptr + start * HV + head, steps, valid, HV)[:, None] if rate_ptr is not None else 1.0
+    if rate_ptr is not None:
+        rate = load_scalars(rate_ptr + scalars, steps, valid, HV)[:, None]
+        drate = tl.zeros([CHUNK], dtype=tl.float32)
     # queries or keys are read anew at each level: held through the loop, they would spill
     for level in tl.range(LEVELS, num_stages=STAGES):
         later = is_later(steps, level)[:, None]
-        if SELECTS_POINTERS:
+        share = later.to(tl.float32)
+        if dq_ptr is None:
+            x = tl.load(k_rows + columns[None, :], mask=mask, other=0.0)
+        elif SELECTS_POINTERS:
             reads = mask_queries | (mask & (later == 0))
             x = tl.load(tl.where(later == 1, q_rows, k_rows) + columns[None, :], mask=reads, other=0.0)
         else:  # the compiler for AMD has no pointer that is one of two
@@ -172,16 +195,21 @@ def _channel_gradients_kernel(
             x += tl.load(k_rows + columns[None, :], mask=mask & (later == 0), other=0.0)
         pairs = tl.load(place + level * CHUNK * CHUNK)
         factor = level_factors(sums_ptr, level, high, CHUNK, PRECISION)
+        rates = 1.0
         if rate_ptr is not None:
-            x = x * tl.where(later == 1, rate, 1.0)
-        x = (x * factor).to(dtype)
+            rates = 1.0 + share * (rate - 1.0)
+        scaled = (x * (factor * rates)).to(dtype)
         # a later row takes the keys of the earlier half, an earlier row the queries of the later half
-        d = tl.dot(pairs, x, input_precision=PRECISION)
-        dgate = spread(spread_ptr, level, x * d, dgate, CHUNK, PRECISION)
+        d = tl.dot(pairs, scaled, input_precision=PRECISION)
+        dgate = spread(spread_ptr, level, scaled * d, dgate, CHUNK, PRECISION)
         d *= factor
-        later = later.to(tl.float32)
-        dq += d * later
-        dk += d * (1.0 - later)
+        if rate_ptr is not None:
+            drate += tl.sum(x * (d * share), axis=1)
+        if dq_ptr is None:
+            dk += d * rates
+        else:
+            dq += d * share
+            dk += d * (1.0 - share)
 
     # the states last, through one temporary
     state_offset = (chunk * HV + head) * K * V + columns[:, None] * V
@@ -197,20 +225,27 @@ def _channel_gradients_kernel(
     reach = sums(sums_ptr, LEVELS + 1, high, low, CHUNK, PRECISION)
     total = tl.exp2(tl.sum(tl.where((steps == CHUNK - 1)[:, None], reach, 0.0), axis=0))
     from_state *= tl.exp2(reach) * scale
-    dq += from_state
     q = tl.load(q_rows + columns[None, :], mask=mask_queries, other=0.0).to(tl.float32)
-    if drate_ptr is not None:
-        place = drate_ptr + ((pid % BLOCKS_K) * HV + head) * rows + tokens
-        tl.store(place, tl.sum(q * dq, axis=1), mask=valid)
     if rate_ptr is not None:
-        dq *= rate
-        q *= rate
-    query_place = dq_ptr + (query_rows * HV + head)[:, None] * K + columns[None, :]
-    tl.store(query_place, dq.to(dtype), mask=mask_queries)
+        place = drate_ptr + ((pid % BLOCKS_K).to(tl.int64) * rows + tokens) * HV + head
+        tl.store(place, drate + tl.sum(q * from_state, axis=1), mask=valid)
+        from_state *= rate
+    if dq_ptr is None:
+        dk += from_state
+    else:
+        if rate_ptr is not None:
+            dq *= rate
+        query_place = dq_ptr + (query_rows * HV + head)[:, None] * K + columns[None, :]
+        tl.store(query_place, (dq + from_state).to(dtype), mask=mask_queries)
     dgate = spread(spread_ptr, LEVELS + 1, q * from_state, dgate, CHUNK, PRECISION)
 
-    offsets = row + steps[:, None] * (HV * K) + columns[None, :]
-    if grad_states_ptr is not None:
+    offsets = scalars * K + steps[:, None] * (HV * K) + columns[None, :]
+    gate_place = dgate_ptr + ((tokens // STEPS) * HV + head)[:, None] * K + columns[None, :]
+    mask_gate = mask & (tokens % STEPS == 0)[:, None]
+    if ERASES:
+        dk += tl.load(dk_ptr + offsets, mask=mask, other=0.0)
+        dgate += tl.load(gate_place, mask=mask_gate, other=0.0)
+    else:
         from_state = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
         kept = tl.zeros([BLOCK_K, BLOCK_K], dtype=tl.float32)  # its diagonal is the sum over V of S dS
         for block in tl.static_range((V + BLOCK_V - 1) // BLOCK_V):
@@ -229,17 +264,37 @@ def _channel_gradients_kernel(
         kept = tl.sum(tl.where(channels[:, None] == channels[None, :], kept, 0.0), axis=0)
         dgate += (total * kept)[None, :]
     tl.store(dk_ptr + offsets, dk.to(dtype), mask=mask)
-    gate_place = dgate_ptr + ((tokens // STEPS) * HV + head)[:, None] * K + columns[None, :]
-    tl.store(gate_place, dgate, mask=mask & (tokens % STEPS == 0)[:, None])
+    tl.store(gate_place, dgate, mask=mask_gate)
 
 
 class ChannelGradients(NamedTuple):
-    """dq [B, T or R, HV, K], dk [B, R, HV, K]; float32 drate, None or [blocks, HV, B R], and dgate [B, T, HV, K]."""
+    """Gradients a value head.
+
+    Attributes:
+        q: [B, T, HV, K].
+        k: [B, R, HV, K].
+        gate: [B, T, HV, K] float32.
+    """
 
     q: Tensor
     k: Tensor
-    rate: Tensor | None
     gate: Tensor
+
+
+class ErasureGradients(NamedTuple):
+    """Gradients of erasures, one a value head.
+
+    Attributes:
+        a: [B, R, HV, K], or None where a is b.
+        v: dv, [B, R, HV, V]; dR itself where there is no weight.
+        rate: [blocks of K, B R, HV] float32, or None.
+        weight: [B, R, HV] in the dtype of w, or None.
+    """
+
+    a: Tensor | None
+    v: Tensor
+    rate: Tensor | None
+    weight: Tensor | None
 
 
 def channel_gradients(
@@ -249,59 +304,136 @@ def channel_gradients(
     log_decay: Tensor,
     grad: Tensor,
     states: Tensor,
-    grad_states: Tensor | None,
+    grad_states: Tensor,
     chunks: Spans,
     *,
     scale: float,
     tiles: Tiles,
     num_steps: int = 1,
-    rate: Tensor | None = None,
-    reads_before: bool = False,
 ) -> ChannelGradients:
-    """Gradients of every query, key and gate, one a value head; rows of no document get zeros.
+    """Gradients of every query, key and gate; rows of no document get zeros.
 
     Args:
-        grad_states: None where q is a of erasures [B, R, HQ, K], scaled by ``rate``: those write nothing to the state.
+        v: U where there are erasures.
         chunks: in rows, of which a token has ``num_steps``: the first decays, the last has the query.
-        reads_before: erasures meet the state before the decay of their own row.
     """
+    make = _maker(q, chunks)
+    heads, key_dim = v.shape[2], q.shape[-1]
+    made = ChannelGradients(
+        make(*q.shape[:2], heads, key_dim, dtype=q.dtype),
+        make(*k.shape[:2], heads, key_dim, dtype=q.dtype),
+        make(*log_decay.shape, dtype=torch.float32),
+    )
+    _launch(
+        *(q, k, v, None, log_decay, grad, states, grad_states),
+        (made.q, made.k, None, made.gate),
+        (None, None, None, None),
+        chunks,
+        scale=scale,
+        tiles=tiles,
+        num_steps=num_steps,
+        query_steps=num_steps,
+    )
+    return made
+
+
+def erasure_gradients(
+    operands: DeltaOperands,
+    corrected: Tensor,
+    residual: Tensor,
+    states: Tensor,
+    sums: ChannelGradients,
+    chunks: Spans,
+    *,
+    tiles: Tiles,
+) -> ErasureGradients:
+    """Gradients of every erasure; rows of no document get zeros.
+
+    Args:
+        corrected, residual: U and dR, [B, R, HV, V].
+        sums: of the queries; the shares of keys and gates are added to it.
+    """
+    _, a, b, v, rate, weight, log_decay, *_ = operands
+    assert log_decay is not None
+    heads, key_dim, make = v.shape[2], b.shape[-1], _maker(b, chunks)
+    rows = b.shape[0] * b.shape[1]
+    made = ErasureGradients(
+        None if a is None else make(*b.shape[:2], heads, key_dim, dtype=b.dtype),
+        residual if weight is None else make(*v.shape, dtype=v.dtype),
+        None if rate is None else make(ceil_div(key_dim, tiles.block), rows, heads, dtype=torch.float32),
+        None if weight is None else make(*weight.shape, dtype=weight.dtype),
+    )
+    _launch(
+        *(b if a is None else a, b, corrected, rate, log_decay, residual, states, None),
+        (made.a, sums.k, made.rate, sums.gate),
+        (None, None, None, None) if weight is None else (v, weight, made.v, made.weight),
+        chunks,
+        scale=-1.0,
+        tiles=tiles,
+        num_steps=operands.num_steps,
+        reads_before=operands.reads_before_decay,
+    )
+    return made
+
+
+def _maker(like: Tensor, chunks: Spans) -> Callable[..., Tensor]:
+    """What makes arrays of rows that a kernel fills: zeros where those of no document are left out."""
+    make: Callable[..., Tensor] = like.new_empty if chunks.table is None else like.new_zeros
+    return make
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rate: Tensor | None,
+    log_decay: Tensor,
+    grad: Tensor,
+    states: Tensor,
+    grad_states: Tensor | None,
+    made: tuple[Tensor | None, ...],
+    by_value: tuple[Tensor | None, ...],
+    chunks: Spans,
+    *,
+    scale: float,
+    tiles: Tiles,
+    num_steps: int,
+    query_steps: int = 1,
+    reads_before: bool = False,
+) -> None:
+    """Both kernels, of queries or, without ``grad_states``, of erasures."""
     heads, value_dim, key_dim, size = v.shape[2], v.shape[3], q.shape[-1], chunks.length
-    num_rows, levels, erases = k.shape[0] * k.shape[1], chunks.length.bit_length() - 1, grad_states is None
-    block_v = min(2 * tiles.block, max(tiles.block, power_of_2_from(value_dim)))
+    levels = size.bit_length() - 1
     pairs = q.new_empty(chunks.count, heads, levels + 1, size, size)
     sizes = {
         "HV": heads,
         "V": value_dim,
         "CHUNK": size,
-        "BLOCK_V": block_v,
+        "BLOCK_V": min(2 * tiles.block, max(tiles.block, power_of_2_from(value_dim))),
         "LEVELS": levels,
-        "QUERY_STEPS": 1 if erases else num_steps,
-        "ERASES": erases,
+        "QUERY_STEPS": query_steps,
+        "ERASES": grad_states is None,
         "PRECISION": products_in(q.dtype, device_family(q.device)),
     }
     place = (chunks.table, scale, chunks.seq_len, chunks.per_sequence)
-    launch(_level_pairs_kernel, (chunks.count * heads,), (v, grad, pairs, *place), sizes, num_warps=4, num_stages=1)
-    blocks = ceil_div(key_dim, tiles.block)
-
-    def make(*shape: int, dtype: torch.dtype) -> Tensor:
-        return (q.new_empty if chunks.table is None else q.new_zeros)(shape, dtype=dtype)
-
-    made = ChannelGradients(
-        make(*q.shape[:2], heads, key_dim, dtype=q.dtype),
-        make(*k.shape[:2], heads, key_dim, dtype=q.dtype),
-        None if rate is None else make(blocks, heads, num_rows, dtype=torch.float32),
-        make(*log_decay.shape, dtype=torch.float32),
+    launch(
+        _level_pairs_kernel,
+        (chunks.count * heads,),
+        (v, grad, *by_value, pairs, *place),
+        sizes,
+        num_warps=4,
+        num_stages=1,
     )
     launch(
         _channel_gradients_kernel,
-        (chunks.count * heads * blocks,),
+        (chunks.count * heads * ceil_div(key_dim, tiles.block),),
         (
             *(q, k, v, grad, rate, log_decay, pairs, states, grad_states),
             sum_tables(size, q, reads_before=reads_before),
             spread_tables(size, q, reads_before=reads_before),
             *made,
             *place,
-            num_rows,
+            k.shape[0] * k.shape[1],
         ),
         {
             **sizes,
@@ -316,4 +448,3 @@ def channel_gradients(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    return made

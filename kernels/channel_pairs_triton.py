@@ -36,11 +36,11 @@ from .tile_triton import load_rows, load_scalars, load_step, locate
 def _channel_pairs_kernel(
     q_ptr,  # [tokens, HQ, K]
     k_ptr,  # [rows, HK, K]
-    a_ptr,  # [rows, HA, K]; None without erasures
+    a_ptr,  # [rows, HA, K]; None where it is k
     rate_ptr,  # [rows, HV], or None for 1
     log_decay_ptr,  # [tokens, HV, K]
     pairs_ptr,  # P, [chunks, HV, C, C]
-    erasures_ptr,  # A, [chunks, HV, C, C] float32; its upper half means nothing
+    erasures_ptr,  # A, [chunks, HV, C, C] float32, None without erasures; its upper half means nothing
     query_ptr,  # q reach, [rows, HV, K]
     eraser_ptr,  # r a reach, [rows, HV, K]
     rest_ptr,  # [rows, HV, K]
@@ -79,6 +79,7 @@ def _channel_pairs_kernel(
     pairs = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     if a_ptr is not None:
         a_ptr += start * HA * K + head // (HV // HA) * K
+    if erasures_ptr is not None:
         if rate_ptr is not None:
             rate = load_scalars(rate_ptr + start * HV + head, steps, valid, HV)[:, None]
         erasures = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
@@ -98,8 +99,10 @@ def _channel_pairs_kernel(
         tl.store(query_ptr + row + offsets, (q * reach * scale).to(dtype), mask=mask)
         place = total_ptr + (chunk * HV + head) * K + columns[None, :] + tl.zeros_like(steps)[:, None]
         tl.store(place, reach, mask=(steps == CHUNK - 1)[:, None] & (columns < K)[None, :])
-        if a_ptr is not None:
-            a = load_rows(a_ptr, steps, valid, columns, HA * K, K, BLOCK_K)
+        if erasures_ptr is not None:
+            a = k
+            if a_ptr is not None:
+                a = load_rows(a_ptr, steps, valid, columns, HA * K, K, BLOCK_K)
             if before_ptr is not None:
                 reach = tl.exp2(sums(before_ptr, LEVELS + 1, high, low, CHUNK, PRECISION))
             if rate_ptr is not None:
@@ -113,23 +116,28 @@ def _channel_pairs_kernel(
             half = steps >> level  # shifted before compared: compared before, the matrix would stay in registers
             is_level = (half[:, None] ^ half[None, :]) == 1
             factor = level_factors(table_ptr, level, high, CHUNK, PRECISION)
-            if a_ptr is not None:  # read anew: held through the loop beside a second sum, they would spill
+            if erasures_ptr is not None:  # read anew: held through the loop beside a second sum, they would spill
                 q = load_step(q_ptr, start, steps, valid, columns, HQ * K, K, BLOCK_K, STEPS, STEPS - 1)
                 k = load_rows(k_ptr, steps, valid, columns, HK * K, K, BLOCK_K)
-                a = load_rows(a_ptr, steps, valid, columns, HA * K, K, BLOCK_K)
             earlier = (k * factor).to(dtype)
             products = tl.dot((q * factor).to(dtype), tl.trans(earlier), input_precision=PRECISION)
             pairs += tl.where(is_level, products, 0.0)
-            if a_ptr is not None:
-                if before_ptr is not None:
-                    factor = level_factors(before_ptr, level, high, CHUNK, PRECISION)
-                products = tl.dot((a * factor).to(dtype), tl.trans(earlier), input_precision=PRECISION)
+            if erasures_ptr is not None:
+                erasers = earlier
+                if a_ptr is not None or before_ptr is not None:
+                    if before_ptr is not None:
+                        factor = level_factors(before_ptr, level, high, CHUNK, PRECISION)
+                    a = k
+                    if a_ptr is not None:
+                        a = load_rows(a_ptr, steps, valid, columns, HA * K, K, BLOCK_K)
+                    erasers = (a * factor).to(dtype)
+                products = tl.dot(erasers, tl.trans(earlier), input_precision=PRECISION)
                 erasures += tl.where(is_level, products, 0.0)
 
     pairs = tl.where(steps[:, None] >= steps[None, :], pairs * scale, 0.0)
     place = (chunk * HV + head) * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :]
     tl.store(pairs_ptr + place, pairs.to(pairs_ptr.dtype.element_ty))
-    if a_ptr is not None:
+    if erasures_ptr is not None:
         if rate_ptr is not None:
             erasures *= rate
         tl.store(erasures_ptr + place, erasures)
@@ -194,7 +202,7 @@ def channel_erasures(operands: DeltaOperands, chunks: Spans, *, scale: float, ti
         q.new_empty(chunks.count, *log_decay.shape[2:], dtype=torch.float32),
     )
     _launch(
-        *(q, b, b if a is None else a, rate, log_decay),
+        *(q, b, a, rate, log_decay),
         (made.pairs, made.erasures, made.query, made.eraser, made.rest, made.total),
         chunks,
         scale=scale,

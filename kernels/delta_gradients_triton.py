@@ -1,16 +1,15 @@
 """Gradients of the delta family, for all chunks at once, from what the walks left: S and dS at borders, U, dO and dR.
 
-    dP = scale lower(dO U^T) e^L         dA = -strictly_lower(dR U^T) e^L
-    dq = (dO S) reach scale + dP b       x  = -(dR S) reach + dA b          da = r x      dr = x^T a
-    db = (U dS) rest + dP^T q + dA^T (r a)         dv = w dR      dw = dR^T v
+    dq = (dO S) reach scale + dP b       x  = -(dR S) reach + dA b        da = r x      dr = x^T a
+    db = (U dS) rest + dP^T q + dA^T (r a)
 
-Transposes are products of their own, as in ``gradients_triton``. A scalar gate gets what rows i >= t take from the
-state, what rows j < t write to it and S total dS here; the pairs that it lies between, by ``gate_pairs_triton``.
+with dP and dA of ``pair_gradients_triton``, which makes dv and dw too. A scalar gate gets what rows i >= t take from
+the state, what rows j < t write to it and S total dS here, and there the pairs that it lies between.
 
-Work split: one program a (block of K, chunk, head); U, dO and dR are read whole by each, and the first block of K
-writes dv. Sums over K (dr, the gate) are written a block at a time. Where a is b their gradients are one. Bytes a row
-and head, 16-bit, K = V = 128, C = 64. Floor: q, b, U, dO, dR, S, dS read (2304; v too for dw, 256), dq, db, dv written
-(768); a read and da written (512) where a is free. The caches are asked for 5888: two blocks of K, and tiles anew.
+Work split: one program a (block of K, chunk, head); U, dO and dR are read whole by each. Sums over K (dr, the gate) are
+written a block at a time. Where a is b their gradients are one. Bytes a row and head, 16-bit, K = V = 128, C = 64.
+Floor: q, b, U, dO, dR, S, dS, dP and dA read (2560), dq and db written (512); a read and da written (512) where a is
+free. The caches are asked for 4096: two blocks of K read U, dO, dR, dP and dA.
 Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: autograd through ``chunk.py``. Source: arXiv:2406.06484 section 3, arXiv:2412.06464 section 3.
 """
@@ -23,13 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .delta_operands import DeltaOperands
-from .gate_pairs_triton import gate_pairs
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
+from .pair_gradients_triton import pair_gradients
 from .spans import Spans, ceil_div, power_of_2_from
 from .tile_triton import (
     SCALAR,
-    between,
     decay_kind,
     load_gate,
     load_gate_before,
@@ -45,22 +43,20 @@ def _delta_gradients_kernel(
     q_ptr,  # [tokens, HQ, K]
     a_ptr,  # [rows, HA, K], or None for b
     b_ptr,  # [rows, HB, K]
-    v_ptr,  # [rows, HV, V]; None without dw
     corrected_ptr,  # U, [rows, HV, V]
     grad_ptr,  # dO, [tokens, HV, V]
     residual_ptr,  # dR, [rows, HV, V]
     rate_ptr,  # [rows, HV], or None for 1
-    weight_ptr,  # [rows, HV], or None for 1
     gate_ptr,  # None | [2, HV, rows] of cumulative_gate
+    reads_ptr,  # dP^T, [chunks, HV, C, C]
+    erasures_ptr,  # dA^T, [chunks, HV, C, C]
     states_ptr,  # S at chunk starts, [chunks, HV, K, V]
     grad_states_ptr,  # dS at chunk ends, [chunks, HV, K, V]
     dq_ptr,  # [tokens, HV, K]
     da_ptr,  # [rows, HV, K]; None where a is b
     db_ptr,  # [rows, HV, K]
-    dv_ptr,  # [rows, HV, V]; None where it is dR
-    drate_ptr,  # None | [blocks of K, HV, rows] float32
-    dweight_ptr,  # None | [HV, rows] float32
-    dgate_ptr,  # None | [blocks of K, HV, tokens] float32: all but what ``gate_pairs_triton`` adds
+    drate_ptr,  # None | [blocks of K, rows, HV] float32
+    dgate_ptr,  # None | [blocks of K, tokens, HV] float32: all but what pairs of rows give
     chunks_ptr,  # [chunks, 4], or None for a batch
     scale,
     T,
@@ -98,8 +94,9 @@ def _delta_gradients_kernel(
     mask_k = columns < K
     dtype: tl.constexpr = b_ptr.dtype.element_ty
     EXACT: tl.constexpr = dtype == tl.float32
-    not_earlier, not_later = steps[:, None] >= steps[None, :], steps[:, None] <= steps[None, :]
+    not_earlier = steps[:, None] >= steps[None, :]
     later, before = steps[:, None] > steps[None, :], steps[:, None] < steps[None, :]
+    pairs_place = (chunk * HV + head) * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :]
 
     q_ptr += head // (HV // HQ) * K
     b_ptr += (start * HB + head // (HV // HB)) * K
@@ -111,24 +108,11 @@ def _delta_gradients_kernel(
     mask = valid[:, None] & mask_k[None, :]
 
     # queries
-    pairs = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
-    pairs_t = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
-    for part in tl.static_range(BLOCKS_V):
-        v_columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
-        u = load_rows(corrected_ptr, steps, valid, v_columns, HV * V, V, BLOCK_V)
-        grad = load_step(grad_ptr, start, steps, valid, v_columns, HV * V, V, BLOCK_V, STEPS, STEPS - 1)
-        pairs = tl.dot(grad, tl.trans(u), pairs, input_precision=PRECISION)
-        pairs_t = tl.dot(u, tl.trans(grad), pairs_t, input_precision=PRECISION)
-    pairs, pairs_t = tl.where(not_earlier, pairs * scale, 0.0), tl.where(not_later, pairs_t * scale, 0.0)
-    if DECAY == SCALAR:
-        high, low, _, _ = load_gate(gate_ptr, start, head, steps, count, rows, HV)
-        pairs *= tl.exp2(tl.where(not_earlier, between(high, low, high, low, EXACT), 0.0))
-        pairs_t *= tl.exp2(tl.where(not_later, -between(high, low, high, low, EXACT), 0.0))
     q = load_step(q_ptr, start, steps, valid, columns, HQ * K, K, BLOCK_K, STEPS, STEPS - 1)
     b = load_rows(b_ptr, steps, valid, columns, HB * K, K, BLOCK_K)
-    dq = tl.dot(pairs.to(dtype), b, input_precision=PRECISION)
-    narrow_t = pairs_t.to(dtype)
-    db = tl.dot(narrow_t, q, input_precision=PRECISION)
+    pairs = tl.load(reads_ptr + pairs_place)
+    dq = tl.dot(tl.trans(pairs), b, input_precision=PRECISION)
+    db = tl.dot(pairs, q, input_precision=PRECISION)
     from_state = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
     for part in tl.static_range(BLOCKS_V):
         v_columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -138,6 +122,7 @@ def _delta_gradients_kernel(
         from_state = tl.dot(grad, tl.trans(state), from_state, input_precision=PRECISION)
     from_state *= scale
     if DECAY == SCALAR:
+        high, _, _, _ = load_gate(gate_ptr, start, head, steps, count, rows, HV)
         from_state *= tl.exp2(high)[:, None]
     dq += from_state
     if dgate_ptr is not None:
@@ -149,47 +134,18 @@ def _delta_gradients_kernel(
     tl.store(dq_place, dq.to(dtype), mask=mask_reads)
 
     # erasures; b and the gate are loaded anew: kept from above, they would spill
-    pairs = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
-    pairs_t = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
-    dweight = tl.zeros([CHUNK], dtype=tl.float32)
-    for part in tl.static_range(BLOCKS_V):
-        v_columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
-        u = load_rows(corrected_ptr, steps, valid, v_columns, HV * V, V, BLOCK_V)
-        residual = load_rows(residual_ptr, steps, valid, v_columns, HV * V, V, BLOCK_V)
-        pairs = tl.dot(residual, tl.trans(u), pairs, input_precision=PRECISION)
-        pairs_t = tl.dot(u, tl.trans(residual), pairs_t, input_precision=PRECISION)
-        if dv_ptr is not None:
-            if block == 0:
-                mask_v = valid[:, None] & (v_columns < V)[None, :]
-                v_offsets = (start * HV + head) * V + steps[:, None] * (HV * V) + v_columns[None, :]
-                weight = load_scalars(weight_ptr + start * HV + head, steps, valid, HV)
-                tl.store(dv_ptr + v_offsets, (residual * weight[:, None]).to(dtype), mask=mask_v)
-                if dweight_ptr is not None:
-                    v = tl.load(v_ptr + v_offsets, mask=mask_v, other=0.0)
-                    dweight += tl.sum(residual.to(tl.float32) * v, axis=1)
-    if dweight_ptr is not None:
-        if block == 0:
-            tl.store(dweight_ptr + head * rows + row, dweight, mask=valid)
-    pairs, pairs_t = tl.where(later, -pairs, 0.0), tl.where(before, -pairs_t, 0.0)
-    if DECAY == SCALAR:
-        high, low, _, _ = load_gate(gate_ptr, start, head, steps, count, rows, HV)
-        read_high, read_low = high, low
-        if READS_BEFORE:
-            read_high, read_low = load_gate_before(gate_ptr, start, head, steps, count, rows, HV)
-        pairs *= tl.exp2(tl.where(later, between(read_high, read_low, high, low, EXACT), 0.0))
-        pairs_t *= tl.exp2(tl.where(before, -between(high, low, read_high, read_low, EXACT), 0.0))
-    rate = tl.full([CHUNK], 1.0, tl.float32)
-    if rate_ptr is not None:
-        rate = load_scalars(rate_ptr + start * HV + head, steps, valid, HV)
-    pairs_t *= rate[None, :]
     b = load_rows(b_ptr, steps, valid, columns, HB * K, K, BLOCK_K)
     if a_ptr is not None:
         a = load_rows(a_ptr + (start * HA + head // (HV // HA)) * K, steps, valid, columns, HA * K, K, BLOCK_K)
     else:
         a = b
-    da = tl.dot(pairs.to(dtype), b, input_precision=PRECISION)
-    narrow_t = pairs_t.to(dtype)
-    db = tl.dot(narrow_t, a, db, input_precision=PRECISION)
+    pairs = tl.load(erasures_ptr + pairs_place)
+    da = tl.dot(tl.trans(pairs), b, input_precision=PRECISION)
+    rate = tl.full([CHUNK], 1.0, tl.float32)
+    if rate_ptr is not None:
+        rate = load_scalars(rate_ptr + start * HV + head, steps, valid, HV)
+        pairs = (pairs * rate[None, :]).to(dtype)
+    db = tl.dot(pairs, a, db, input_precision=PRECISION)
     from_state = tl.zeros([CHUNK, BLOCK_K], dtype=tl.float32)
     for part in tl.static_range(BLOCKS_V):
         v_columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -198,12 +154,16 @@ def _delta_gradients_kernel(
         state = tl.load(states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
         from_state = tl.dot(residual, tl.trans(state), from_state, input_precision=PRECISION)
     if DECAY == SCALAR:
-        from_state *= tl.exp2(read_high)[:, None]
+        if READS_BEFORE:
+            high, _ = load_gate_before(gate_ptr, start, head, steps, count, rows, HV)
+        else:
+            high, _, _, _ = load_gate(gate_ptr, start, head, steps, count, rows, HV)
+        from_state *= tl.exp2(high)[:, None]
     da -= from_state
     if dgate_ptr is not None:
         erased = tl.sum(a * from_state, axis=1) * rate
     if drate_ptr is not None:
-        tl.store(drate_ptr + (block * HV + head) * rows + row, tl.sum(a * da, axis=1), mask=valid)
+        tl.store(drate_ptr + (block.to(tl.int64) * rows + row) * HV + head, tl.sum(a * da, axis=1), mask=valid)
     da *= rate[:, None]
     if da_ptr is not None:
         tl.store(da_ptr + row_offsets, da.to(dtype), mask=mask)
@@ -242,7 +202,8 @@ def _delta_gradients_kernel(
         mask_gate = valid
         if STEPS > 1:
             mask_gate = valid & (row % STEPS == 0)
-        tl.store(dgate_ptr + (block * HV + head) * (rows // STEPS) + row // STEPS, dgate, mask=mask_gate)
+        place = dgate_ptr + (block.to(tl.int64) * (rows // STEPS) + row // STEPS) * HV + head
+        tl.store(place, dgate, mask=mask_gate)
 
 
 class RowGradients(NamedTuple):
@@ -253,9 +214,9 @@ class RowGradients(NamedTuple):
         a: [B, R, HV, K], or None where it is part of b.
         b: [B, R, HV, K].
         v: [B, R, HV, V].
-        rate: None or [blocks, HV, B R] float32.
-        weight: None or [HV, B R] float32.
-        gate: None, [parts, HV, B T] or [B, T, HV, K], float32.
+        rate: None or [blocks, B R, HV] float32.
+        weight: None or [B, R, HV] in the dtype of w.
+        gate: None, [parts, B T, HV] or [B, T, HV, K], float32.
     """
 
     q: Tensor
@@ -283,9 +244,11 @@ def delta_gradients(
     needs_gate: bool,
 ) -> RowGradients:
     """Gradients of every row without a diagonal decay; rows of no document get zeros. dR becomes dv where w is 1."""
-    q, a, b, v, rate, weight, *_ = operands
+    q, a, b, v, rate, *_ = operands
     (batch, num_rows, heads, value_dim), key_dim, steps = v.shape, q.shape[-1], operands.num_steps
-    block_k = tiles.block
+    block_k = block_v = tiles.block
+    if gate is not None:  # registers are then short in any case; otherwise narrow blocks leave room for a third program
+        block_v = min(2 * block_k, max(block_k, power_of_2_from(value_dim)))
     blocks = ceil_div(key_dim, block_k)
     make = torch.zeros if chunks.table is not None else torch.empty
 
@@ -293,24 +256,28 @@ def delta_gradients(
         return make(shape, dtype=dtype, device=q.device)
 
     total = batch * num_rows
+    d_gate = rows_of(blocks + 1, total // steps, heads, dtype=torch.float32) if needs_gate else None
+    pairs = pair_gradients(
+        *(operands, grad, corrected, residual, gate, chunks),
+        scale=scale,
+        tiles=pair_tiles,
+        dgate=None if d_gate is None else d_gate[blocks],
+    )
     made = RowGradients(
         rows_of(batch, num_rows // steps, heads, key_dim),
         None if a is None else rows_of(batch, num_rows, heads, key_dim),
         rows_of(batch, num_rows, heads, key_dim),
-        residual if weight is None else rows_of(*v.shape),
-        None if rate is None else rows_of(blocks, heads, total, dtype=torch.float32),
-        None if weight is None else rows_of(heads, total, dtype=torch.float32),
-        rows_of(blocks + 1, heads, total // steps, dtype=torch.float32) if needs_gate else None,
+        pairs.v,
+        None if rate is None else rows_of(blocks, total, heads, dtype=torch.float32),
+        pairs.weight,
+        d_gate,
     )
-    if made.gate is not None and gate is not None:
-        gate_pairs(operands, grad, corrected, residual, gate, chunks, made.gate[blocks], scale=scale, tiles=pair_tiles)
     launch(
         _delta_gradients_kernel,
         (chunks.count * heads * blocks,),
         (
-            *(q, a, b, None if weight is None else v, corrected, grad, residual, rate, weight, gate),
-            *(states, grad_states, made.q, made.a, made.b, None if weight is None else made.v),
-            *(made.rate, made.weight, made.gate),
+            *(q, a, b, corrected, grad, residual, rate, gate, pairs.reads, pairs.erasures, states, grad_states),
+            *(made.q, made.a, made.b, made.rate, d_gate),
             chunks.table,
             scale,
             chunks.seq_len,
@@ -326,7 +293,7 @@ def delta_gradients(
             "V": value_dim,
             "CHUNK": chunks.length,
             "BLOCK_K": block_k,
-            "BLOCK_V": min(2 * block_k, max(block_k, power_of_2_from(value_dim))),
+            "BLOCK_V": block_v,
             "STEPS": steps,
             "DECAY": decay_kind(operands.log_decay),
             "READS_BEFORE": operands.reads_before_decay,

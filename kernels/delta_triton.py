@@ -1,7 +1,7 @@
 """The delta family on a GPU: which kernels run, on which tensors, in which order. Equations stand with the kernels.
 
-    forward     [gate] -> inverse -> products -> [segments: walks from zero and from the identity, join] -> walk
-    backward    [segments: reverse walk from zero, walk from the identity, join] -> reverse walk -> gradients
+    forward     [gate] -> inverse -> products -> [segments: their maps, join] -> walk
+    backward    [segments: reverse walk from zero, join] -> reverse walk -> gradients
 
 ``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_erasures`` for a diagonal one. A sequence is cut into
 segments where one walk a (head, block of V) would leave most of the device idle.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .channel_gradients_triton import channel_gradients
+from .channel_gradients_triton import channel_gradients, erasure_gradients
 from .channel_pairs_triton import channel_erasures
 from .delta_gradients_triton import RowGradients, delta_gradients
 from .delta_operands import DeltaGradients, DeltaOperands
@@ -26,10 +26,8 @@ from .gate_triton import cumulative_gate
 from .inverse_triton import inverse_products
 from .launch_config import DeltaConfig, delta_config, device_family
 from .normal_form import sum_groups
-from .spans import Cut, ceil_div, cut_rows
+from .spans import Cut, ceil_div, cut_rows, num_spans
 from .tile_triton import decay_kind
-
-SHORTEST_SEGMENT = 8  # chunks
 
 
 class _Plan(NamedTuple):
@@ -65,13 +63,14 @@ def delta_forward(operands: DeltaOperands, *, scale: float, save: bool) -> tuple
     output = operands.empty_output()
     if operands.cu_seqlens is not None:
         output.zero_()  # rows of no document are left out
+    maps = _empty_maps(operands, plan)
     if not save:
-        return output, _walk_forward(operands, products, plan, scale=scale, output=output), []
+        return output, _walk_forward(operands, products, plan, maps, scale=scale, output=output), []
     states, corrected = _chunk_states(operands, plan), torch.empty_like(operands.v)
     final = _walk_forward(
-        operands, products, plan, scale=scale, output=output, states=states, corrected=(inverse, corrected)
+        operands, products, plan, maps, scale=scale, output=output, states=states, corrected=(inverse, corrected)
     )
-    return output, final, [states, corrected, *_own_tensors(products, operands)]
+    return output, final, [states, corrected, maps, *_own_tensors(products, operands)]
 
 
 def delta_backward(
@@ -88,15 +87,17 @@ def delta_backward(
     grad_final = None if grad_final is None else grad_final.contiguous()
     plan = _plan(operands)
     if saved:
-        states, corrected, products = saved[0], saved[1], _saved_products(operands, saved[2:])
+        states, corrected, maps, *own = saved
+        products = _saved_products(operands, own)
     else:
-        states, corrected = _chunk_states(operands, plan), torch.empty_like(operands.v)
+        states, maps = _chunk_states(operands, plan), _empty_maps(operands, plan)
+        corrected = torch.empty_like(operands.v)
         products, inverse = _products(operands, plan, scale=scale, needs_inverse=True)
-        _walk_forward(operands, products, plan, scale=scale, states=states, corrected=(inverse, corrected))
+        _walk_forward(operands, products, plan, maps, scale=scale, states=states, corrected=(inverse, corrected))
     grad_states = torch.empty_like(states)
     residual = _rows_like(operands.v, operands)
     d_initial = _walk_reverse(
-        operands, products, plan, grad_output, grad_final, scale=scale, output=residual, states=grad_states
+        operands, products, plan, maps, grad_output, grad_final, scale=scale, output=residual, states=grad_states
     )
     given = (operands, grad_output, corrected, residual)
     if _is_diagonal(operands):
@@ -123,10 +124,8 @@ def _plan(operands: DeltaOperands) -> _Plan:
         batch,
         rows,
         None if operands.cu_seqlens is None else operands.cu_seqlens * operands.num_steps,
-        chunk_size=config.chunk_size,
-        fill=config.fill,
-        programs=heads * ceil_div(value_dim, config.walk.block),
-        shortest=SHORTEST_SEGMENT,
+        heads * ceil_div(value_dim, config.walk.block),
+        config.cut_rule,
     )
     return _Plan(config, cut)
 
@@ -145,6 +144,17 @@ def _chunk_states(operands: DeltaOperands, plan: _Plan) -> Tensor:
     return operands.v.new_empty(plan.cut.chunks.count, heads, operands.q.shape[-1], value_dim)
 
 
+def _empty_maps(operands: DeltaOperands, plan: _Plan) -> Tensor:
+    """P of every segment, unwritten; as much as a state a sequence, and never looked at, where none is cut.
+
+    Always there: what is saved has shapes that a compiler must know for any length.
+    """
+    (batch, rows, heads, _), key_dim, offsets = operands.v.shape, operands.q.shape[-1], operands.cu_seqlens
+    num_documents = None if offsets is None else offsets.shape[0] - 1
+    count = num_spans(batch, rows, plan.cut.segment_length, num_documents)
+    return operands.q.new_empty(count, heads, key_dim, key_dim, dtype=torch.float32)
+
+
 def _products(
     operands: DeltaOperands, plan: _Plan, *, scale: float, needs_inverse: bool
 ) -> tuple[_Products, Tensor | None]:
@@ -157,7 +167,11 @@ def _products(
     elif operands.log_decay is not None:
         gate = cumulative_gate(operands.log_decay, plan.cut.chunks, num_steps=operands.num_steps)
     made = inverse_products(
-        operands, channels, gate, plan.cut.chunks, scale=scale, tiles=plan.config.products, needs_inverse=needs_inverse
+        *(operands, channels, gate, plan.cut.chunks),
+        scale=scale,
+        tiles=plan.config.products,
+        max_registers=plan.config.product_registers,
+        needs_inverse=needs_inverse,
     )
     return _Products(query, eraser, gate, made.pairs, made.key), made.inverse
 
@@ -196,15 +210,15 @@ def _walk_forward(
     operands: DeltaOperands,
     products: _Products,
     plan: _Plan,
+    maps: Tensor,
     *,
     scale: float,
     output: Tensor | None = None,
     states: Tensor | None = None,
     corrected: tuple[Tensor | None, Tensor] | None = None,
 ) -> Tensor:
-    """Walk every sequence, in segments where the plan says so; returns the final state."""
+    """Walk every sequence, in segments where the plan says so, filling ``maps``; returns the final state."""
     inputs = _walk_inputs(operands, products, scale)
-    sizes = (operands.v.shape[2], operands.v.shape[3])
     tiles = plan.config.walk if states is None else plan.config.saving
     final, spans, end = operands.empty_state(), plan.cut.sequences, None
     if plan.cut.segments is None:
@@ -212,11 +226,10 @@ def _walk_forward(
     else:
         spans = plan.cut.segments
         updates = final.new_empty(spans.count, *final.shape[1:])
-        start = inputs._replace(initial=None)
-        delta_walk(start, spans, sizes=sizes, tiles=plan.config.summary, final=updates)
-        join_maps(operands.initial_state, updates, _maps(start, plan, operands.v.shape[2]), final, spans, reverse=False)
+        delta_walk(inputs._replace(initial=None), spans, tiles=plan.config.summary, final=updates, maps=maps)
+        join_maps(operands.initial_state, updates, maps, final, spans, reverse=False)
         inputs = inputs._replace(initial=updates)
-    delta_walk(inputs, spans, sizes=sizes, tiles=tiles, output=output, states=states, final=end, corrected=corrected)
+    delta_walk(inputs, spans, tiles=tiles, output=output, states=states, final=end, corrected=corrected)
     return final
 
 
@@ -224,6 +237,7 @@ def _walk_reverse(
     operands: DeltaOperands,
     products: _Products,
     plan: _Plan,
+    maps: Tensor,
     grad_output: Tensor,
     grad_final: Tensor | None,
     *,
@@ -232,9 +246,7 @@ def _walk_reverse(
     states: Tensor,
 ) -> Tensor:
     """dR and dS at the end of every chunk; returns the gradient of the initial state."""
-    forward = _walk_inputs(operands, products, scale)
-    sizes = (operands.v.shape[2], operands.v.shape[3])
-    inputs = forward._replace(value=grad_output, weight=None, initial=grad_final)
+    inputs = _walk_inputs(operands, products, scale)._replace(value=grad_output, weight=None, initial=grad_final)
     d_initial, spans, end = operands.empty_state(), plan.cut.sequences, None
     if plan.cut.segments is None:
         end = d_initial
@@ -242,24 +254,11 @@ def _walk_reverse(
         spans = plan.cut.segments
         updates = d_initial.new_empty(spans.count, *d_initial.shape[1:])
         start = inputs._replace(initial=None)
-        delta_walk(start, spans, sizes=sizes, tiles=plan.config.summary, final=updates, reverse=True)
-        maps = _maps(forward._replace(initial=None), plan, operands.v.shape[2])
+        delta_walk(start, spans, tiles=plan.config.summary, final=updates, reverse=True)
         join_maps(grad_final, updates, maps, d_initial, spans, reverse=True)
         inputs = inputs._replace(initial=updates)
-    delta_walk(
-        inputs, spans, sizes=sizes, tiles=plan.config.reverse, output=output, states=states, final=end, reverse=True
-    )
+    delta_walk(inputs, spans, tiles=plan.config.reverse, output=output, states=states, final=end, reverse=True)
     return d_initial
-
-
-def _maps(inputs: DeltaWalkInputs, plan: _Plan, heads: int) -> Tensor:
-    """P of every segment, [segments, HV, K, K]: what the walk makes of the identity without values."""
-    assert plan.cut.segments is not None
-    key_dim = inputs.key.shape[-1]
-    maps = inputs.key.new_empty(plan.cut.segments.count, heads, key_dim, key_dim, dtype=torch.float32)
-    bare = inputs._replace(value=None, weight=None)
-    delta_walk(bare, plan.cut.segments, sizes=(heads, key_dim), tiles=plan.config.summary, final=maps)
-    return maps
 
 
 def _channel_row_gradients(
@@ -275,54 +274,34 @@ def _channel_row_gradients(
     needs_gate: bool,
 ) -> RowGradients:
     """Under a diagonal decay: of queries that read U, and of erasures, which are queries with the gradient -dR."""
-    q, a, b, v, rate, weight, log_decay, *_ = operands
-    assert log_decay is not None
-    steps, tiles = operands.num_steps, plan.config.channel_gradients
+    assert operands.log_decay is not None
+    chunks, tiles = plan.cut.chunks, plan.config.channel_gradients
     reads = channel_gradients(
-        *(q, b, corrected, log_decay, grad_output, states, grad_states, plan.cut.chunks),
+        *(operands.q, operands.b, corrected, operands.log_decay, grad_output, states, grad_states, chunks),
         scale=scale,
         tiles=tiles,
-        num_steps=steps,
+        num_steps=operands.num_steps,
     )
-    erasures = channel_gradients(
-        *(b if a is None else a, b, corrected, log_decay, residual, states, None, plan.cut.chunks),
-        scale=-1.0,
-        tiles=tiles,
-        num_steps=steps,
-        rate=rate,
-        reads_before=operands.reads_before_decay,
-    )
-    key = reads.k + erasures.k if a is not None else reads.k + erasures.k + erasures.q
-    dv, dweight = residual, None
-    if weight is not None:
-        weighted, by_value = residual * weight.float().unsqueeze(-1), residual * v.float()
-        if operands.cu_seqlens is not None:  # what lies in rows of no document may be anything
-            is_inside = torch.arange(v.shape[1], device=v.device) < operands.cu_seqlens[-1] * steps
-            weighted, by_value = (torch.where(is_inside[:, None, None], x, 0.0) for x in (weighted, by_value))
-        dv, dweight = weighted.to(v.dtype), by_value.sum(-1).flatten(0, 1).T
-    gate = reads.gate + erasures.gate if needs_gate else None
-    return RowGradients(reads.q, None if a is None else erasures.q, key, dv, erasures.rate, dweight, gate)
+    made = erasure_gradients(operands, corrected, residual, states, reads, chunks, tiles=tiles)
+    gate = reads.gate if needs_gate else None
+    return RowGradients(reads.q, made.a, reads.k, made.v, made.rate, made.weight, gate)
 
 
 def _gradients(grads: RowGradients, operands: DeltaOperands, d_initial: Tensor) -> DeltaGradients:
     """Sums over the heads that share a key, and over blocks of K."""
-    batch, rows = operands.v.shape[:2]
-
-    def by_row(x: Tensor | None, like: Tensor | None) -> Tensor | None:
-        if x is None or like is None:
-            return None
-        return x.reshape(-1, x.shape[-2], batch, rows).sum(0).permute(1, 2, 0).to(like.dtype)
-
-    gate = grads.gate
-    if gate is not None and operands.log_decay is not None and operands.log_decay.ndim == 3:
-        gate = gate.sum(0).T.reshape(operands.log_decay.shape)
+    rate, gate = grads.rate, grads.gate
+    if rate is not None and operands.rate is not None:
+        rate = rate.sum(0).to(operands.rate.dtype).view(operands.rate.shape)
+    if gate is not None and operands.log_decay is not None:
+        gate = gate.sum(0).view(operands.log_decay.shape) if gate.ndim == 3 else gate
+        gate = gate.to(operands.log_decay.dtype)
     return DeltaGradients(
         sum_groups(grads.q, operands.q.shape),
         None if grads.a is None or operands.a is None else sum_groups(grads.a, operands.a.shape),
         sum_groups(grads.b, operands.b.shape),
         grads.v,
-        by_row(grads.rate, operands.rate),
-        by_row(grads.weight, operands.weight),
-        None if gate is None or operands.log_decay is None else gate.to(operands.log_decay.dtype),
+        rate,
+        grads.weight,
+        gate,
         d_initial,
     )

@@ -13,7 +13,8 @@ with beta = 2 and a key that repeats, its terms in S cancel, and one part would 
 output after 2048 tokens).
 
 A segment's map S -> S P + H, where sequences are too few to fill the device: H is the walk from zero, P the walk from
-the identity without values. ``join_maps`` chains them; the reverse walk chains P^T.
+the identity without values, both side by side in one launch: columns of P are blocks after those of V, which start from
+those of the identity. ``join_maps`` chains them; the reverse walk chains P^T.
 
 Work split: one program a (block of V, head, span); the state is a float32 tile [K, BLOCK_V] in registers, transposed as
 in ``walk_triton``. Bytes a row and head, 16-bit, K = V = 128, C = 64: reads q, a, W, v and Q (1152), writes o (256); in
@@ -41,7 +42,7 @@ def _delta_walk_kernel(
     query_ptr,  # q, [tokens, HQ, K]; q reach scale, [rows, HV, K], under a diagonal decay; None without output
     eraser_ptr,  # a, [rows, HA, K]; r a reach, [rows, HV, K], under a diagonal decay
     key_ptr,  # W, [rows, HV, K]
-    value_ptr,  # v, [rows, HV, V], or None for zeros; dO, [tokens, HV, V]
+    value_ptr,  # v, [rows, HV, V]; dO, [tokens, HV, V]
     pairs_ptr,  # Q, [chunks, HV, C, C]; None without output
     rate_ptr,  # [rows, HV], or None for 1
     weight_ptr,  # [rows, HV], or None for 1; forward only
@@ -52,6 +53,7 @@ def _delta_walk_kernel(
     corrected_ptr,  # U, [rows, HV, V], or None
     states_ptr,  # [chunks, HV, K, V]: the state each chunk starts from, or None
     final_ptr,  # [spans, HV, V, K] float32, or None
+    maps_ptr,  # P of every span, [spans, HV, K, K] float32, or None
     spans_ptr,  # [spans, 4], or None for a batch
     scale,
     T,
@@ -71,14 +73,14 @@ def _delta_walk_kernel(
     DECAY: tl.constexpr,
     READS_BEFORE: tl.constexpr,
     REVERSE: tl.constexpr,
-    STARTS_FROM_IDENTITY: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    BLOCKS: tl.constexpr = BLOCKS_V if maps_ptr is None else BLOCKS_V + (K + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
-    head = ((pid // BLOCKS_V) % HV).to(tl.int64)
-    index = pid // (BLOCKS_V * HV)
+    head = ((pid // BLOCKS) % HV).to(tl.int64)
+    index = pid // (BLOCKS * HV)
     start, end, first_chunk = locate(
         index, spans_ptr, T, spans_per_seq, chunks_per_seq, span, CHUNK, spans_ptr is not None
     )
@@ -86,17 +88,17 @@ def _delta_walk_kernel(
     dtype: tl.constexpr = key_ptr.dtype.element_ty
     QUERY_STEPS: tl.constexpr = 1 if DECAY == DIAGONAL else STEPS
     k_columns = tl.arange(0, BLOCK_K)
-    v_columns = (pid % BLOCKS_V) * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask_k, mask_v = k_columns < K, v_columns < V
+    v_columns = (pid % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_k, mask_v = k_columns < K, v_columns < V  # no column of V in a block of P
+    map_columns = v_columns - BLOCKS_V * BLOCK_V
     mask_state = mask_k[:, None] & mask_v[None, :]
     steps = tl.arange(0, CHUNK)
 
     eraser_ptr += head // (HV // HA) * K
     key_ptr += head * K
+    value_ptr += head * V
     if query_ptr is not None:
         query_ptr += head // (HV // HQ) * K
-    if value_ptr is not None:
-        value_ptr += head * V
     if output_ptr is not None:
         output_ptr += head * V
     if rate_ptr is not None:
@@ -106,8 +108,8 @@ def _delta_walk_kernel(
     state_offset = (index.to(tl.int64) * HV + head) * K * V + v_columns[None, :] * K + k_columns[:, None]
     if initial_ptr is not None:
         state = tl.load(initial_ptr + state_offset, mask=mask_state, other=0.0)
-    elif STARTS_FROM_IDENTITY:
-        state = tl.where(k_columns[:, None] == v_columns[None, :], 1.0, 0.0)
+    elif maps_ptr is not None:
+        state = tl.where(k_columns[:, None] == map_columns[None, :], 1.0, 0.0)
     else:
         state = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
 
@@ -168,15 +170,14 @@ def _delta_walk_kernel(
             residual = tl.dot(eraser, state.to(dtype), input_precision=PRECISION)
             if DECAY != DIAGONAL:
                 residual *= read_reach[:, None]
-            if value_ptr is not None:
-                value = load_rows(value_ptr + first * HV * V, steps, valid, v_columns, HV * V, V, BLOCK_V).to(
-                    tl.float32
-                )
-                if weight_ptr is not None:
-                    value *= load_scalars(weight_ptr + first * HV, steps, valid, HV)[:, None]
-                residual = value - residual
-            else:
-                residual = 0.0 - residual
+            has_value = valid
+            if maps_ptr is not None:
+                has_value = valid & (pid % BLOCKS < BLOCKS_V)
+            value = load_rows(value_ptr + first * HV * V, steps, has_value, v_columns, HV * V, V, BLOCK_V)
+            value = value.to(tl.float32)
+            if weight_ptr is not None:
+                value *= load_scalars(weight_ptr + first * HV, steps, valid, HV)[:, None]
+            residual = value - residual
             high = residual.to(dtype)
             if dtype != tl.float32:
                 low = (residual - high.to(tl.float32)).to(dtype)
@@ -210,6 +211,10 @@ def _delta_walk_kernel(
 
     if final_ptr is not None:
         tl.store(final_ptr + state_offset, state, mask=mask_state)
+    if maps_ptr is not None:
+        place = maps_ptr + (index.to(tl.int64) * HV + head) * K * K + map_columns[None, :] * K + k_columns[:, None]
+        is_inside = (map_columns >= 0) & (map_columns < K)
+        tl.store(place, state, mask=mask_k[:, None] & is_inside[None, :])
 
 
 @triton.jit(do_not_specialize=["spans_per_seq"])
@@ -280,7 +285,7 @@ class DeltaWalkInputs(NamedTuple):
     query: Tensor
     eraser: Tensor
     key: Tensor
-    value: Tensor | None
+    value: Tensor
     pairs: Tensor
     rate: Tensor | None
     weight: Tensor | None
@@ -296,9 +301,9 @@ def delta_walk(
     inputs: DeltaWalkInputs,
     spans: Spans,
     *,
-    sizes: tuple[int, int],
     tiles: Tiles,
     final: Tensor | None,
+    maps: Tensor | None = None,
     output: Tensor | None = None,
     states: Tensor | None = None,
     corrected: tuple[Tensor | None, Tensor] | None = None,
@@ -307,15 +312,17 @@ def delta_walk(
     """Fill ``output`` (dR in reverse), ``states`` (each chunk starts from; in reverse those at its end) and ``final``.
 
     Args:
-        sizes: HV, V; V = K without a value, where the walk starts from the identity.
+        maps: where P of every span goes; forward only, and from no initial state.
         corrected: T, and where U goes.
     """
-    (heads, value_dim), key_dim, chunk_size = sizes, inputs.key.shape[-1], inputs.pairs.shape[-1]
+    heads, value_dim = inputs.value.shape[2:]
+    key_dim, chunk_size = inputs.key.shape[-1], inputs.pairs.shape[-1]
     has_output = output is not None
     inverse, rows = corrected if corrected is not None else (None, None)
+    blocks = ceil_div(value_dim, tiles.block) + (0 if maps is None else ceil_div(key_dim, tiles.block))
     launch(
         _delta_walk_kernel,
-        (spans.count * heads * ceil_div(value_dim, tiles.block),),
+        (spans.count * heads * blocks,),
         (
             inputs.query if has_output or reverse else None,
             inputs.eraser,
@@ -331,6 +338,7 @@ def delta_walk(
             rows,
             states,
             final,
+            maps,
             spans.table,
             inputs.scale,
             spans.seq_len,
@@ -352,7 +360,6 @@ def delta_walk(
             "DECAY": inputs.decay,
             "READS_BEFORE": inputs.reads_before_decay and inputs.decay == SCALAR.value,
             "REVERSE": reverse,
-            "STARTS_FROM_IDENTITY": inputs.value is None,
             "PRECISION": products_in(inputs.key.dtype, device_family(inputs.key.device)),
             "STAGES": tiles.num_stages,
         },

@@ -12,16 +12,22 @@ and a walk has no triangular system to solve: the delta family is the additive f
 Rounding Q and W to 16 bits is also safer than rounding T and U: where keys repeat, entries of T of order one cancel in
 both products, which is over by then. (64 equal keys, beta 1, bfloat16: outputs off by 2e-3; through T and U, 1e-2.)
 
-T is made in blocks of 16 rows. A diagonal one by X <- X - X (A between the halves of each block of 2w rows) X at w = 1,
-2, 4, 8, where X is exact at every w and unit keys keep its entries at 2 or below (powers of A would reach 1e20 for
-equal keys and beta = 2); the others by substitution, T_ij = -T_ii sum over j <= k < i of A_ik T_kj. For 16-bit inputs T
-takes part in products as two parts, high and low.
+T takes the place of A, which is stored first, by X <- X - (X A X between the halves of each block of 2w rows), w = 1,
+2, 4 ... C / 2: T_21 = -T_22 A_21 T_11 in each block. X is exact at every w and unit keys keep its entries at 2 or below
+(powers of A would reach 1e20 for equal keys and beta = 2). Up to w = 8 blocks of 16 rows are multiplied whole, as no
+matrix unit takes less, and masked after, so that A is split once for all w; from w = 16 on the halves alone are. C = 64
+takes 44 products of 16^3; substitution by rows of blocks, T_i = T_ii (I - A_i T), takes 64.
+Where keys repeat and beta is 2, errors of products grow to 3e-4 in T for three products of tf32 (of operands as two
+parts each, high and low), to 1e-2 for three of bfloat16 and 6e-2 for one of tf32 (simulated). Parts in float16 have as
+many bits as in tf32 and multiply twice as fast: they are taken for 16-bit inputs, so that entries of A, T and T A above
+65504 overflow; unit keys keep them at 2.
+For 16-bit inputs T takes part in Q and W as two parts, high and low.
 
 Work split: ``_inverse_kernel``, one warp a (chunk, head), so that nothing waits at a barrier; ``_products_kernel``,
-four. Bytes a row and head, 16-bit, K = 128, C = 64: a and b read (512; 256 where a is b; the caches are asked 2.5
-times), T written (256); T, q and b read (768), Q and W written (384), T in 16 bits for the backward pass (128). Floor:
-q, a and b read (512 or 768), Q, W and the last written. Under a diagonal decay ``channel_pairs`` has made P, A and
-b rest, and 256 + 256 + 256 are read in their place.
+four. Bytes a row and head, 16-bit, K = 128, C = 64: a and b read (512; 256 where a is b; the caches are asked 1.5
+times), T written (256; the caches keep A and the blocks of T that are read back, 352); T, q and b read (768), Q and W
+written (384), T in 16 bits for the backward pass (128). Floor: q, a and b read (512 or 768), Q, W and the last written.
+Under a diagonal decay ``channel_pairs`` has made P, A and b rest, and 160 + 256 + 256 are read in their place.
 
 reach, rest and total are the decays from the chunk's start to a row, from a row to its end, and across it; e^L is the
 decay between two rows (``decay.py``). A row that reads before its decay leaves its own gate out of L and reach. P and
@@ -56,16 +62,55 @@ from .tile_triton import (
 
 
 @triton.jit
-def _inverse_of_block(erasures, PRECISION: tl.constexpr):
-    """(I + A)^-1 for strictly lower A, [16, 16]."""
+def _low_part(x, high):
+    """What ``high``, x in 16 bits, leaves of x."""
+    return (x - high.to(tl.float32)).to(high.dtype)
+
+
+@triton.jit
+def _exact_dot(x, y, PRECISION: tl.constexpr):
+    """x y in float32, or of parts in float16 as in tf32x3."""
+    if PRECISION == "float16x3":
+        x_high, y_high = x.to(tl.float16), y.to(tl.float16)
+        product = tl.dot(_low_part(x, x_high), y_high)
+        product = tl.dot(x_high, _low_part(y, y_high), product)
+        product = tl.dot(x_high, y_high, product)
+    else:
+        product = tl.dot(x, y, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def _block(ptr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Where [WIDTH, WIDTH] of a [C, C] matrix lie from ``ptr`` on."""
+    steps = tl.arange(0, WIDTH)
+    return ptr + (steps[:, None] * CHUNK + steps[None, :])
+
+
+@triton.jit
+def _invert_blocks(erasures_ptr, inverse_ptr, NUM: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr):
+    """T of NUM diagonal blocks of 16 rows, one after another in memory, side by side in registers."""
+    blocks = (tl.arange(0, NUM) * (16 * (CHUNK + 1)))[:, None, None]
     steps = tl.arange(0, 16)
-    differ = steps[:, None] ^ steps[None, :]
-    inverse = tl.where(differ == 0, 1.0, 0.0) - tl.where(differ == 1, erasures, 0.0)
-    for level in tl.range(1, 4, num_stages=1):
-        between_halves = tl.where((differ >> level) == 1, erasures, 0.0)
-        product = tl.dot(inverse, between_halves, input_precision=PRECISION)
-        inverse -= tl.dot(product, inverse, input_precision=PRECISION)
-    return inverse
+    row, column = steps[None, :, None], steps[None, None, :]
+    place = blocks + (row * CHUNK + column)
+    erasures = tl.where(row > column, tl.load(erasures_ptr + place), 0.0)
+    inverse = tl.where(row == column, 1.0, 0.0) - tl.where((row ^ column) == 1, erasures, 0.0)
+    for level in tl.static_range(1, 4):
+        product = _exact_dot(_exact_dot(inverse, erasures, EXACT), inverse, EXACT)
+        inverse -= tl.where(((row ^ column) >> level) == 1, product, 0.0)
+    tl.store(inverse_ptr + place, inverse)
+
+
+@triton.jit
+def _join_blocks(erasures_ptr, inverse_ptr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr):
+    """T of 2 WIDTH rows from those of the two halves, which it finds in place."""
+    erasures = tl.load(_block(erasures_ptr + WIDTH * CHUNK, WIDTH, CHUNK))
+    first = tl.load(_block(inverse_ptr, WIDTH, CHUNK))
+    second = tl.load(_block(inverse_ptr + WIDTH * (CHUNK + 1), WIDTH, CHUNK))
+    product = _exact_dot(_exact_dot(second, erasures, EXACT), first, EXACT)
+    tl.store(_block(inverse_ptr + WIDTH * CHUNK, WIDTH, CHUNK), 0.0 - product)
+    tl.store(_block(inverse_ptr + WIDTH, WIDTH, CHUNK), tl.zeros_like(product))
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
@@ -99,55 +144,48 @@ def _inverse_kernel(
     if start >= end:
         return
     count = (end - start).to(tl.int32)
-    steps, all_steps = tl.arange(0, 16), tl.arange(0, CHUNK)
-    if DECAY != DIAGONAL:
+    ROWS: tl.constexpr = 16 if CHUNK == 16 else 32
+    inverse_ptr += (chunk * HV + head) * CHUNK * CHUNK
+    if DECAY == DIAGONAL:
+        erasures_ptr += (chunk * HV + head) * CHUNK * CHUNK
+    else:
+        erasures_ptr = inverse_ptr
         a_ptr += (start * HA + head // (HV // HA)) * K
         b_ptr += (start * HB + head // (HV // HB)) * K
-    if rate_ptr is not None:
-        rate_ptr += start * HV + head
-    low_offset = HV * rows.to(tl.int64)
-    if DECAY == SCALAR:
-        gate_ptr += head * rows + start
-    place = (chunk * HV + head) * CHUNK * CHUNK
-    panel = steps[:, None] * CHUNK + all_steps[None, :]
-    for i in tl.range(CHUNK // 16, num_stages=1):
-        row = i * 16 + steps
-        rate = load_scalars(rate_ptr, row, row < count, HV)
-        later = tl.where(all_steps[None, :] == row[:, None], 1.0, 0.0)  # I - A T of the blocks before
-        own = tl.zeros([16, 16], dtype=tl.float32)
-        for k in tl.range(i + 1, num_stages=1):
-            column = k * 16 + steps
-            if DECAY == DIAGONAL:
-                erasures = tl.load(erasures_ptr + place + row[:, None] * CHUNK + column[None, :])
-            else:
-                erasures = tl.zeros([16, 16], dtype=tl.float32)
-                for block in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
-                    columns = block * BLOCK_K + tl.arange(0, BLOCK_K)
-                    a = load_rows(a_ptr, row, row < count, columns, HA * K, K, BLOCK_K)
-                    b = load_rows(b_ptr, column, column < count, columns, HB * K, K, BLOCK_K)
-                    erasures = tl.dot(a, tl.trans(b), erasures, input_precision=PRECISION)
-                erasures *= rate[:, None]
-                if DECAY == SCALAR:
-                    reads = tl.maximum(tl.minimum(row - READS_BEFORE, count - 1), 0)
-                    writes = tl.minimum(column, count - 1)
-                    lag = tl.load(gate_ptr + reads)[:, None] - tl.load(gate_ptr + writes)[None, :]
-                    lag += tl.load(gate_ptr + low_offset + reads)[:, None]
-                    lag -= tl.load(gate_ptr + low_offset + writes)[None, :]
-                    erasures *= tl.exp2(tl.where(row[:, None] > column[None, :], lag, 0.0))
-            if k < i:
-                before = tl.load(inverse_ptr + place + k * 16 * CHUNK + panel)
-                later -= tl.dot(erasures, before, input_precision=EXACT)
-            else:
-                own = tl.where(steps[:, None] > steps[None, :], erasures, 0.0)
-        inverse = tl.dot(_inverse_of_block(own, EXACT), later, input_precision=EXACT)
-        tl.store(inverse_ptr + place + i * 16 * CHUNK + panel, inverse)
-        tl.debug_barrier()  # the next blocks load it
-
-
-@triton.jit
-def _low_part(x, high):
-    """What ``high``, x in 16 bits, leaves of x."""
-    return (x - high.to(tl.float32)).to(high.dtype)
+        if rate_ptr is not None:
+            rate_ptr += start * HV + head
+        low_offset = HV * rows.to(tl.int64)
+        if DECAY == SCALAR:
+            gate_ptr += head * rows + start
+        steps = tl.arange(0, ROWS)
+        for pair in tl.range((CHUNK // ROWS) * (CHUNK // ROWS + 1) // 2, num_stages=1):
+            i, j = (pair + 1) // 2 * ROWS, pair // 2 * ROWS  # blocks (0, 0), (1, 0), (1, 1)
+            erasures = tl.zeros([ROWS, ROWS], dtype=tl.float32)
+            for block in tl.range((K + BLOCK_K - 1) // BLOCK_K, num_stages=1):
+                columns = block * BLOCK_K + tl.arange(0, BLOCK_K)
+                a = load_rows(a_ptr + i * (HA * K), steps, steps < count - i, columns, HA * K, K, BLOCK_K)
+                b = load_rows(b_ptr + j * (HB * K), steps, steps < count - j, columns, HB * K, K, BLOCK_K)
+                erasures = tl.dot(a, tl.trans(b), erasures, input_precision=PRECISION)
+            row, column = i + steps, j + steps
+            erasures *= load_scalars(rate_ptr, row, row < count, HV)[:, None]
+            if DECAY == SCALAR:
+                reads = tl.maximum(tl.minimum(row - READS_BEFORE, count - 1), 0)
+                writes = tl.minimum(column, count - 1)
+                lag = tl.load(gate_ptr + reads)[:, None] - tl.load(gate_ptr + writes)[None, :]
+                lag += tl.load(gate_ptr + low_offset + reads)[:, None]
+                lag -= tl.load(gate_ptr + low_offset + writes)[None, :]
+                erasures *= tl.exp2(tl.where(row[:, None] > column[None, :], lag, 0.0))
+            tl.store(_block(inverse_ptr + (i * CHUNK + j), ROWS, CHUNK), erasures)
+        tl.debug_barrier()  # stored by other lanes than load it, here and below
+    for part in tl.range(CHUNK // ROWS, num_stages=1):
+        place = part * (ROWS * (CHUNK + 1))
+        _invert_blocks(erasures_ptr + place, inverse_ptr + place, ROWS // 16, CHUNK, EXACT)
+        if ROWS == 32:
+            tl.debug_barrier()
+            _join_blocks(erasures_ptr + place, inverse_ptr + place, 16, CHUNK, EXACT)
+    if CHUNK == 64:
+        tl.debug_barrier()
+        _join_blocks(erasures_ptr, inverse_ptr, 32, CHUNK, EXACT)
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
@@ -251,6 +289,7 @@ def inverse_products(
     *,
     scale: float,
     tiles: Tiles,
+    max_registers: int | None,
     needs_inverse: bool,
 ) -> InverseProducts:
     """Products of every chunk; rows of no document stay unwritten.
@@ -259,6 +298,7 @@ def inverse_products(
         channels: under a diagonal decay, what ``channel_erasures`` made.
         gate: under a scalar decay, ``cumulative_gate`` of the rows.
         chunks: in rows.
+        tiles, max_registers: of the products.
     """
     q, b = operands.q, operands.b
     heads, key_dim, size = operands.v.shape[2], q.shape[-1], chunks.length
@@ -271,7 +311,9 @@ def inverse_products(
         q.new_empty(b.shape[0], b.shape[1], heads, key_dim),
         q.new_empty(inverse.shape) if needs_inverse else None,
     )
-    precision = products_in(q.dtype, device_family(q.device))
+    family = device_family(q.device)
+    precision = products_in(q.dtype, family)
+    in_halves = q.dtype != torch.float32 and family.startswith("sm_")
     place = (chunks.table, chunks.seq_len, chunks.per_sequence, b.shape[0] * b.shape[1])
     decay = decay_kind(operands.log_decay)
     sizes = {"HB": b.shape[2], "HV": heads, "K": key_dim, "CHUNK": size, "DECAY": decay, "PRECISION": precision}
@@ -285,9 +327,9 @@ def inverse_products(
         {
             **sizes,
             "HA": a.shape[2],
-            "BLOCK_K": max(16, power_of_2_from(min(key_dim, 128))),
+            "BLOCK_K": max(16, power_of_2_from(min(key_dim, 32 if q.dtype == torch.float32 else 128))),
             "READS_BEFORE": int(operands.reads_before_decay and decay == SCALAR.value),
-            "EXACT": products_in(torch.float32, device_family(q.device)),
+            "EXACT": "float16x3" if in_halves else products_in(torch.float32, family),
         },
         num_warps=1,
         num_stages=1,
@@ -300,5 +342,6 @@ def inverse_products(
         {**sizes, "HQ": q.shape[2], "BLOCK_K": tiles.block, "STEPS": operands.num_steps},
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        max_registers=max_registers,
     )
     return result

@@ -28,6 +28,7 @@ class Launch:
         constants: its compile-time parameters by name.
         num_warps: warps a program.
         num_stages: how many iterations of a loop have their loads in flight.
+        max_registers: the most that one thread may take, for more programs on a multiprocessor; None for no limit.
     """
 
     kernel: Any
@@ -36,6 +37,7 @@ class Launch:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    max_registers: int | None
 
 
 _recorded: ContextVar[list[Launch] | None] = ContextVar("statemix_launches", default=None)
@@ -57,7 +59,14 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def launch(
-    kernel: Any, grid: Grid, args: tuple[Any, ...], constants: dict[str, Any], *, num_warps: int, num_stages: int
+    kernel: Any,
+    grid: Grid,
+    args: tuple[Any, ...],
+    constants: dict[str, Any],
+    *,
+    num_warps: int,
+    num_stages: int,
+    max_registers: int | None = None,
 ) -> None:
     """Run a kernel on the current device, where its tensors must be, or record that it would run.
 
@@ -69,18 +78,19 @@ def launch(
     """
     launches = _recorded.get()
     if launches is not None:
-        launches.append(Launch(kernel, grid, args, constants, num_warps, num_stages))
+        launches.append(Launch(kernel, grid, args, constants, num_warps, num_stages, max_registers))
         return
     if not all(grid):
         return
     # a kernel's own hash takes a lock, that of its function nothing
-    key = (kernel.fn, num_warps, num_stages, *constants, *constants.values(), *_specialisation(args))
+    key = (kernel.fn, num_warps, num_stages, max_registers, *constants, *constants.values(), *_specialisation(args))
     found = _compiled.get(key)
     if found is not None:
         compiled, values = found
         compiled[(*grid, 1, 1)[:3]](*args, *values)
         return
-    compiled = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+    limit = {} if max_registers is None else {"maxnreg": max_registers}  # an option that only NVIDIA's compiler knows
+    compiled = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages, **limit)
     if compiled is not None:  # the interpreter makes nothing
         _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
 

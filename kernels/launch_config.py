@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 
 from .availability import capability
-from .spans import power_of_2_from
+from .spans import CutRule, power_of_2_from
 
 Family = Literal["sm_80", "sm_90", "sm_100", "gfx942", "interpreter"]
 
@@ -35,6 +36,15 @@ class _Row:
     """What the rows of both tables can do; their fields are ``chunk_size``, ``fill`` and tiles."""
 
     USUAL_FILL: ClassVar[int]
+    SHORTEST_SEGMENT: ClassVar[int]
+    FEWEST_SEGMENTS: ClassVar[int]
+
+    chunk_size: int
+    fill: int
+
+    @cached_property
+    def cut_rule(self) -> CutRule:
+        return CutRule(self.chunk_size, self.fill, self.SHORTEST_SEGMENT, self.FEWEST_SEGMENTS)
 
     @classmethod
     def uniform(cls, chunk_size: int, tiles: Tiles, *, fill: int | None = None) -> Self:
@@ -58,10 +68,12 @@ class AdditiveConfig(_Row):
         gradients: blocks over key_dim.
         channel_pairs: blocks over key_dim; diagonal decay.
         channel_gradients: blocks over key_dim; diagonal decay.
-        fill: programs that keep the device busy; a walk with fewer is cut into segments of the sequence.
+        fill: programs that keep the device busy; see ``CutRule``.
     """
 
-    USUAL_FILL: ClassVar[int] = 200
+    USUAL_FILL: ClassVar[int] = 256
+    SHORTEST_SEGMENT: ClassVar[int] = 4
+    FEWEST_SEGMENTS: ClassVar[int] = 2
 
     chunk_size: int
     walk: Tiles
@@ -89,10 +101,13 @@ class DeltaConfig(_Row):
         gradients: blocks over key_dim.
         channel_pairs: blocks over key_dim; diagonal decay.
         channel_gradients: blocks over key_dim; diagonal decay.
-        fill: programs that keep the device busy; a walk with fewer is cut into segments of the sequence.
+        fill: programs that keep the device busy; see ``CutRule``.
+        product_registers: the most that a thread of the products takes; None for no limit.
     """
 
-    USUAL_FILL: ClassVar[int] = 100
+    USUAL_FILL: ClassVar[int] = 128
+    SHORTEST_SEGMENT: ClassVar[int] = 8
+    FEWEST_SEGMENTS: ClassVar[int] = 3
 
     chunk_size: int
     products: Tiles
@@ -104,6 +119,7 @@ class DeltaConfig(_Row):
     channel_pairs: Tiles
     channel_gradients: Tiles
     fill: int
+    product_registers: int | None = None
 
 
 # The largest K of a row, then the row. The ptxas of Triton 3.6 can multiply a right operand narrower than 64 columns
@@ -119,7 +135,7 @@ _NVIDIA_16_BIT = {
         gradients=Tiles(64, 4, 1),
         channel_pairs=Tiles(64, 4, 3),
         channel_gradients=Tiles(64, 4, 3),
-        fill=200,
+        fill=256,
     ),
     256: replace(
         AdditiveConfig.uniform(64, Tiles(64, 8, 2)),
@@ -171,7 +187,8 @@ _DELTA_NVIDIA_16_BIT = {
         gradients=Tiles(64, 4, 1),
         channel_pairs=Tiles(64, 4, 3),
         channel_gradients=Tiles(64, 4, 3),
-        fill=200,
+        fill=256,
+        product_registers=128,
     ),
     256: replace(
         DeltaConfig.uniform(64, Tiles(64, 8, 1)),
@@ -190,7 +207,7 @@ _DELTA_NVIDIA_16_BIT = {
 }
 # The limit of 64 columns is Hopper's. Ampere spills by thousands with the tiles of Hopper.
 _DELTA_AMPERE_16_BIT = {
-    128: DeltaConfig.uniform(64, Tiles(32, 8, 1), fill=200),
+    128: DeltaConfig.uniform(64, Tiles(32, 8, 1), fill=256),
     256: DeltaConfig.uniform(64, Tiles(32, 8, 1)),
     512: DeltaConfig.uniform(32, Tiles(32, 8, 1)),
 }
@@ -202,7 +219,7 @@ _DELTA_FLOAT32 = {
     128: DeltaConfig.uniform(32, Tiles(32, 4, 1)),
     512: DeltaConfig.uniform(16, Tiles(16, 4, 1)),
 }
-_DELTA_INTERPRETER = {512: DeltaConfig.uniform(32, Tiles(16, 4, 1), fill=4)}
+_DELTA_INTERPRETER = {512: DeltaConfig.uniform(32, Tiles(16, 4, 1), fill=16)}
 
 
 def delta_config(family: Family, key_dim: int, dtype: torch.dtype) -> DeltaConfig:
@@ -286,7 +303,7 @@ def override(rows: Iterable[TunedRow]) -> Iterator[None]:
 # (block, num_warps) worth a try: fewer warps spill, more leave a warp without work.
 _TRIED_TILES = ((32, 4), (64, 4), (64, 8), (128, 8))
 _TRIED_STAGES = (1, 2, 3)
-_TRIED_NUMBERS = {"chunk_size": (32, 64), "fill": (100, 200, 400)}
+_TRIED_NUMBERS = {"chunk_size": (32, 64), "fill": (128, 256, 512)}
 
 
 def candidates(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> list[AdditiveConfig]:

@@ -46,8 +46,7 @@ class Spans:
 
 def batch_spans(batch: int, seq_len: int, length: int) -> Spans:
     """Spans of ``length`` tokens of each sequence; the last one of a sequence may be shorter."""
-    per_sequence = ceil_div(seq_len, length)
-    return Spans(seq_len, length, per_sequence, batch * per_sequence)
+    return Spans(seq_len, length, ceil_div(seq_len, length), num_spans(batch, seq_len, length))
 
 
 def whole_sequences(batch: int, seq_len: int) -> Spans:
@@ -55,9 +54,15 @@ def whole_sequences(batch: int, seq_len: int) -> Spans:
     return Spans(seq_len, max(seq_len, 1), 1, batch)
 
 
+def num_spans(batch: int, seq_len: int, length: int, num_documents: int | None = None) -> int:
+    """How many spans of ``length`` tokens there are: of a batch; of packed documents at most, however they lie."""
+    return batch * ceil_div(seq_len, length) if num_documents is None else seq_len // length + num_documents
+
+
 def packed_spans(cu_seqlens: Tensor, seq_len: int, length: int, chunk_size: int) -> Spans:
     """Spans of ``length`` tokens, a multiple of ``chunk_size``, of each document; an empty document has none."""
-    num_documents, bound = cu_seqlens.shape[0] - 1, seq_len // length + cu_seqlens.shape[0] - 1
+    num_documents = cu_seqlens.shape[0] - 1
+    bound = num_spans(1, seq_len, length, num_documents)
     starts, lengths = _inside(cu_seqlens, seq_len)
     offsets, first_chunks = _offsets(lengths, length), _offsets(lengths, chunk_size)
     index = torch.arange(bound, device=cu_seqlens.device)
@@ -88,45 +93,69 @@ class Cut:
         chunks: rows that are turned into matrix products.
         sequences: those that a state passes through.
         segments: runs of chunks that start from a state of their own, or None where whole sequences fill the device.
+        segment_length: rows that such a run has, or would have.
     """
 
     chunks: Spans
     sequences: Spans
     segments: Spans | None
+    segment_length: int
 
 
-def cut_rows(
-    batch: int, rows: int, offsets: Tensor | None, *, chunk_size: int, fill: int, programs: int, shortest: int
-) -> Cut:
-    """Chunks and, where it takes more than the sequences to fill the device, segments.
+@dataclass(frozen=True)
+class CutRule:
+    """When sequences are cut into segments, which have to be joined.
+
+    Attributes:
+        chunk_size: rows a chunk.
+        fill: programs that keep the device busy; there are as many segments as have room in that.
+        shortest: chunks of a segment at least.
+        fewest: segments of a sequence at least; with fewer, joining costs more than idle multiprocessors.
+    """
+
+    chunk_size: int
+    fill: int
+    shortest: int
+    fewest: int
+
+    def segment_length(self, rows: int, programs: int) -> int:
+        """Rows of a segment, a multiple of the chunk. Sizes may be symbolic.
+
+        Args:
+            programs: that walk all sequences side by side.
+        """
+        wanted = torch.sym_max(self.fill // torch.sym_max(programs, 1), 1)
+        chunks = ceil_div(ceil_div(rows, self.chunk_size), wanted)
+        return torch.sym_max(chunks, self.shortest) * self.chunk_size
+
+    def is_cut(self, rows: int, programs: int) -> bool:
+        """Segments are worth it."""
+        return self.fill >= self.fewest * programs and self.segment_length(rows, programs) < rows
+
+
+def cut_rows(batch: int, rows: int, offsets: Tensor | None, programs: int, rule: CutRule) -> Cut:
+    """Chunks and, where sequences leave much of the device idle, segments.
 
     Args:
         offsets: of documents [N + 1] in rows, with batch 1; or None.
-        fill: programs that keep the device busy.
         programs: that walk one sequence side by side.
-        shortest: chunks of a segment at least; a shorter one costs more to join than it gains.
     """
     if offsets is None:
-        return _cut_batch(batch, rows, chunk_size, fill, programs, shortest)
-    sequences = whole_documents(offsets, rows, chunk_size)
-    length = _segment_length(rows, chunk_size, fill, programs * sequences.count, shortest)
-    segments = packed_spans(offsets, rows, length, chunk_size) if length < rows else None
-    return Cut(packed_spans(offsets, rows, chunk_size, chunk_size), sequences, segments)
+        return _cut_batch(batch, rows, programs, rule)
+    sequences, size = whole_documents(offsets, rows, rule.chunk_size), rule.chunk_size
+    programs *= sequences.count
+    length = rule.segment_length(rows, programs)
+    segments = packed_spans(offsets, rows, length, size) if rule.is_cut(rows, programs) else None
+    return Cut(packed_spans(offsets, rows, size, size), sequences, segments, length)
 
 
 @lru_cache(maxsize=1024)
-def _cut_batch(batch: int, rows: int, chunk_size: int, fill: int, programs: int, shortest: int) -> Cut:
+def _cut_batch(batch: int, rows: int, programs: int, rule: CutRule) -> Cut:
     """Made once for sizes that come again; packed documents have tables of their own in each call."""
-    length = _segment_length(rows, chunk_size, fill, programs * batch, shortest)
-    segments = batch_spans(batch, rows, length) if length < rows else None
-    return Cut(batch_spans(batch, rows, chunk_size), whole_sequences(batch, rows), segments)
-
-
-def _segment_length(rows: int, chunk_size: int, fill: int, programs: int, shortest: int) -> int:
-    """Rows a segment, a multiple of the chunk; ``rows`` or more where whole sequences fill the device."""
-    wanted = ceil_div(fill, max(programs, 1))
-    chunks = ceil_div(ceil_div(rows, chunk_size), wanted)
-    return max(chunks, shortest) * chunk_size
+    programs *= batch
+    length = rule.segment_length(rows, programs)
+    segments = batch_spans(batch, rows, length) if rule.is_cut(rows, programs) else None
+    return Cut(batch_spans(batch, rows, rule.chunk_size), whole_sequences(batch, rows), segments, length)
 
 
 def _inside(cu_seqlens: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Variant:
         family: the device.
         types: type of each run-time parameter that is there, e.g. ``("q_ptr", "*bf16")``.
         constants: value of each compile-time parameter, None for absent arguments.
-        num_warps, num_stages: options.
+        num_warps, num_stages, max_registers: options.
     """
 
     module: str
@@ -68,11 +68,13 @@ class Variant:
     constants: tuple[tuple[str, Any], ...]
     num_warps: int
     num_stages: int
+    max_registers: int | None = field(default=None, repr=False)
 
     @property
     def key(self) -> str:
         """Names the variant; equal for equal code and settings."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+        limit = "" if self.max_registers is None else f" {self.max_registers}"
+        return hashlib.sha256(f"{self!r}{limit}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ class Result:
     spills: int = 0
     seconds: float = 0.0
     fault: str | None = None
+
+
+def _options(variant: Variant) -> dict[str, int]:
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    return options if variant.max_registers is None else {**options, "maxnreg": variant.max_registers}
 
 
 def variants_of(launches: Iterable[Launch], family: Family) -> Iterator[Variant]:
@@ -118,6 +125,7 @@ def variants_of(launches: Iterable[Launch], family: Family) -> Iterator[Variant]
             tuple(sorted(constants.items())),
             launch.num_warps,
             launch.num_stages,
+            launch.max_registers,
         )
 
 
@@ -161,7 +169,7 @@ def compile_variant(variant: Variant) -> Result:
             compiled = triton.compile(
                 _source(variant),
                 target=TARGETS[variant.family],
-                options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
+                options=_options(variant),
             )
         except Exception as error:  # of many kinds, from the front end to ptxas
             return Result(seconds=_since(start), fault=f"does not compile: {_first_line(error)}")

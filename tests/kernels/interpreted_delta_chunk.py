@@ -410,7 +410,13 @@ def test_inverse(decay: str, size: int, reads_before_decay: bool) -> None:
 def expect_inverse(operands: DeltaOperands, size: int) -> None:
     chunks, gate = batch_spans(1, operands.q.shape[1], size), operands.log_decay
     prepared = None if gate is None else cumulative_gate(gate, chunks)
-    made = inverse_products(operands, None, prepared, chunks, scale=SCALE, tiles=Tiles(16, 4, 1), needs_inverse=True)
+    made = inverse_products(
+        *(operands, None, prepared, chunks),
+        scale=SCALE,
+        tiles=Tiles(16, 4, 1),
+        max_registers=None,
+        needs_inverse=True,
+    )
     assert made.inverse is not None and operands.rate is not None
     gates = torch.zeros(operands.q.shape[:2]) if gate is None else gate[..., 0]
     q, b, rate, gates = (

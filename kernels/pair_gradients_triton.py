@@ -1,0 +1,241 @@
+"""Gradients of what two rows of a chunk have to do with each other, for all chunks at once.
+
+    dP = scale lower(dO U^T) e^L         dA = -strictly_lower(dR U^T) e^L          dv = w dR          dw = v^T dR
+
+    dg_t = sum over pairs j < t <= i of  dP_ij q_i^T b_j  +  r_i dA_ij a_i^T b_j
+
+dP and dA are stored transposed, for the kernel that makes the other gradients: beside those their products spill. A
+scalar gate gets exactly the pairs that it lies between: the difference of two cumulative sums over rows would be the
+same number, and under strong decay nothing but rounding. A row i that reads before its own decay leaves its own gate
+out.
+
+Work split: one program a (chunk, head). Bytes a row and head, 16-bit, K = V = 128, C = 64: reads U, dO, dR (768; v for
+dw, 256), writes dP, dA and dv (512), which is the floor; for a gate also q, a, b (768; 512 where a is b) and 4.
+Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
+Oracle: autograd through ``chunk.py``.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .delta_operands import DeltaOperands
+from .launch import launch
+from .launch_config import Tiles, device_family, products_in
+from .spans import Spans, power_of_2_from
+from .tile_triton import (
+    SCALAR,
+    between,
+    decay_kind,
+    load_gate,
+    load_gate_before,
+    load_rows,
+    load_scalars,
+    load_step,
+    locate,
+)
+
+
+@triton.jit
+def value_gradients(residual, v_ptr, dv_ptr, weight, offset, steps, valid, columns, HV: tl.constexpr, V: tl.constexpr):
+    """Store columns of dv = w dR, and return their share of dw = v^T dR."""
+    mask = valid[:, None] & (columns < V)[None, :]
+    place = offset * V + steps[:, None] * (HV * V) + columns[None, :]
+    tl.store(dv_ptr + place, (residual * weight[:, None]).to(dv_ptr.dtype.element_ty), mask=mask)
+    v = tl.load(v_ptr + place, mask=mask, other=0.0)
+    return tl.sum(residual.to(tl.float32) * v, axis=1)
+
+
+@triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
+def _pair_gradients_kernel(
+    q_ptr,  # [tokens, HQ, K]; read for the gate only, as are a and b
+    a_ptr,  # [rows, HA, K]
+    b_ptr,  # [rows, HB, K]
+    v_ptr,  # [rows, HV, V]
+    corrected_ptr,  # U, [rows, HV, V]
+    grad_ptr,  # dO, [tokens, HV, V]
+    residual_ptr,  # dR, [rows, HV, V]
+    rate_ptr,  # [rows, HV], or None for 1
+    weight_ptr,  # [rows, HV], or None for 1: then dR is dv
+    gate_ptr,  # scalar decay: [2, HV, rows] of cumulative_gate; else None
+    reads_ptr,  # dP^T, [chunks, HV, C, C]
+    erasures_ptr,  # dA^T, [chunks, HV, C, C]
+    dv_ptr,  # [rows, HV, V]; None without weight
+    dweight_ptr,  # [rows, HV]; None without weight
+    dgate_ptr,  # [tokens, HV] float32, or None
+    chunks_ptr,  # [chunks, 4], or None for a batch
+    scale,
+    T,
+    chunks_per_seq,
+    rows,
+    HQ: tl.constexpr,
+    HA: tl.constexpr,
+    HB: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEPS: tl.constexpr,
+    DECAY: tl.constexpr,
+    READS_BEFORE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    head = (pid % HV).to(tl.int64)
+    start, end, chunk = locate(
+        pid // HV, chunks_ptr, T, chunks_per_seq, chunks_per_seq, CHUNK, CHUNK, chunks_ptr is not None
+    )
+    if start >= end:
+        return
+    steps = tl.arange(0, CHUNK)
+    count = (end - start).to(tl.int32)
+    valid = steps < count
+    dtype: tl.constexpr = corrected_ptr.dtype.element_ty
+    EXACT: tl.constexpr = dtype == tl.float32
+    before, not_later = steps[:, None] < steps[None, :], steps[:, None] <= steps[None, :]  # rows j, columns i
+    scalars = start * HV + head
+    grad_ptr += head * V
+    corrected_ptr += scalars * V
+    residual_ptr += scalars * V
+
+    reads = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+    erasures = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+    if weight_ptr is not None:
+        weight = load_scalars(weight_ptr + scalars, steps, valid, HV)
+        dweight = tl.zeros([CHUNK], dtype=tl.float32)
+    for block in tl.static_range((V + BLOCK - 1) // BLOCK):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        u = load_rows(corrected_ptr, steps, valid, columns, HV * V, V, BLOCK)
+        grad = load_step(grad_ptr, start, steps, valid, columns, HV * V, V, BLOCK, STEPS, STEPS - 1)
+        residual = load_rows(residual_ptr, steps, valid, columns, HV * V, V, BLOCK)
+        reads = tl.dot(u, tl.trans(grad), reads, input_precision=PRECISION)
+        erasures = tl.dot(u, tl.trans(residual), erasures, input_precision=PRECISION)
+        if weight_ptr is not None:
+            dweight += value_gradients(residual, v_ptr, dv_ptr, weight, scalars, steps, valid, columns, HV, V)
+    if weight_ptr is not None:
+        place = dweight_ptr + scalars + steps * HV
+        tl.store(place, dweight.to(dweight_ptr.dtype.element_ty), mask=valid)
+    reads = tl.where(not_later, reads * scale, 0.0)
+    erasures = tl.where(before, -erasures, 0.0)
+    if DECAY == SCALAR:
+        high, low, _, _ = load_gate(gate_ptr, start, head, steps, count, rows, HV)
+        factor = tl.exp2(tl.where(before, -between(high, low, high, low, EXACT), 0.0))
+        reads *= factor
+        if READS_BEFORE:
+            read, read_low = load_gate_before(gate_ptr, start, head, steps, count, rows, HV)
+            factor = tl.exp2(tl.where(before, -between(high, low, read, read_low, EXACT), 0.0))
+        erasures *= factor
+    place = (chunk * HV + head) * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :]
+    tl.store(reads_ptr + place, reads.to(dtype))
+    tl.store(erasures_ptr + place, erasures.to(dtype))
+
+    if dgate_ptr is not None:
+        if rate_ptr is not None:
+            erasures *= load_scalars(rate_ptr + scalars, steps, valid, HV)[None, :]
+        q_ptr += head // (HV // HQ) * K
+        a_ptr += (start * HA + head // (HV // HA)) * K
+        b_ptr += (start * HB + head // (HV // HB)) * K
+        read_products = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+        erase_products = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+        for block in tl.static_range((K + BLOCK - 1) // BLOCK):
+            columns = block * BLOCK + tl.arange(0, BLOCK)
+            b = load_rows(b_ptr, steps, valid, columns, HB * K, K, BLOCK)
+            a = load_rows(a_ptr, steps, valid, columns, HA * K, K, BLOCK)
+            q = load_step(q_ptr, start, steps, valid, columns, HQ * K, K, BLOCK, STEPS, STEPS - 1)
+            read_products = tl.dot(b, tl.trans(q), read_products, input_precision=PRECISION)
+            erase_products = tl.dot(b, tl.trans(a), erase_products, input_precision=PRECISION)
+        reads = tl.where(before, reads * read_products, 0.0)
+        erasures = tl.where(before, erasures * erase_products, 0.0)
+
+        # for each key the sum over queries from t on, then over the keys before t; float16 would lose small gradients
+        sums_dtype: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float32
+        not_earlier = (steps[:, None] >= steps[None, :]).to(sums_dtype)
+        if READS_BEFORE:
+            later = (steps[:, None] > steps[None, :]).to(sums_dtype)
+            sums = tl.dot(reads.to(sums_dtype), not_earlier, input_precision=PRECISION)
+            sums += tl.dot(erasures.to(sums_dtype), later, input_precision=PRECISION)
+        else:
+            sums = tl.dot((reads + erasures).to(sums_dtype), not_earlier, input_precision=PRECISION)
+        dgate = tl.sum(tl.where(before, sums, 0.0), axis=0)
+        row = start + steps
+        mask = valid
+        if STEPS > 1:
+            mask = mask & (row % STEPS == 0)
+        tl.store(dgate_ptr + row // STEPS * HV + head, dgate, mask=mask)
+
+
+class PairGradients(NamedTuple):
+    """What the kernel makes.
+
+    Attributes:
+        reads, erasures: dP and dA, transposed, [chunks, HV, C, C].
+        v: dv, [B, R, HV, V].
+        weight: dw, [B, R, HV] in the dtype of w; None where that is None.
+    """
+
+    reads: Tensor
+    erasures: Tensor
+    v: Tensor
+    weight: Tensor | None
+
+
+def pair_gradients(
+    operands: DeltaOperands,
+    grad: Tensor,
+    corrected: Tensor,
+    residual: Tensor,
+    gate: Tensor | None,
+    chunks: Spans,
+    *,
+    scale: float,
+    tiles: Tiles,
+    dgate: Tensor | None,
+) -> PairGradients:
+    """Gradients of pairs of rows, without a diagonal decay; rows of no document get zeros.
+
+    Args:
+        dgate: [B, T, HV] float32 to fill with what the pairs give to a scalar gate, or None.
+    """
+    q, a, b, v, rate, weight, *_ = operands
+    a, heads, size, block = b if a is None else a, v.shape[2], chunks.length, tiles.block
+    if dgate is not None:  # registers are then short in any case, and few wide blocks are faster than many
+        block = min(2 * block, max(block, power_of_2_from(max(q.shape[-1], v.shape[-1]))))
+    pairs = q.new_empty(2, chunks.count, heads, size, size)
+    make = torch.empty_like if chunks.table is None else torch.zeros_like
+    made = PairGradients(
+        pairs[0], pairs[1], residual if weight is None else make(v), None if weight is None else make(weight)
+    )
+    launch(
+        _pair_gradients_kernel,
+        (chunks.count * heads,),
+        (
+            *(q, a, b, v, corrected, grad, residual, rate, weight, gate, made.reads, made.erasures),
+            *(None if weight is None else made.v, made.weight, dgate),
+            chunks.table,
+            scale,
+            chunks.seq_len,
+            chunks.per_sequence,
+            v.shape[0] * v.shape[1],
+        ),
+        {
+            "HQ": q.shape[2],
+            "HA": a.shape[2],
+            "HB": b.shape[2],
+            "HV": heads,
+            "K": q.shape[-1],
+            "V": v.shape[-1],
+            "CHUNK": size,
+            "BLOCK": block,
+            "STEPS": operands.num_steps,
+            "DECAY": decay_kind(operands.log_decay),
+            "READS_BEFORE": operands.reads_before_decay and gate is not None,
+            "PRECISION": products_in(q.dtype, device_family(q.device)),
+        },
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return made
