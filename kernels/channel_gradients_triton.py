@@ -40,7 +40,7 @@ from .launch import launch
 from .launch_config import Tiles, device_family, products_in
 from .pair_gradients_triton import value_gradients
 from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import load_rows, load_scalars, load_step, locate
+from .tile_triton import load_rows, load_scalars, load_step, locate_chunk
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq"])
@@ -67,9 +67,7 @@ def _level_pairs_kernel(
 ):
     pid = tl.program_id(0)
     head = (pid % HV).to(tl.int64)
-    start, end, chunk = locate(
-        pid // HV, chunks_ptr, T, chunks_per_seq, chunks_per_seq, CHUNK, CHUNK, chunks_ptr is not None
-    )
+    start, end, chunk = locate_chunk(pid // HV, chunks_ptr, T, chunks_per_seq, CHUNK)
     if start >= end:
         return
     steps = tl.arange(0, CHUNK)
@@ -144,9 +142,7 @@ def _channel_gradients_kernel(
     BLOCKS_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     pid = tl.program_id(0)
     head = ((pid // BLOCKS_K) % HV).to(tl.int64)
-    start, end, chunk = locate(
-        pid // (BLOCKS_K * HV), chunks_ptr, T, chunks_per_seq, chunks_per_seq, CHUNK, CHUNK, chunks_ptr is not None
-    )
+    start, end, chunk = locate_chunk(pid // (BLOCKS_K * HV), chunks_ptr, T, chunks_per_seq, CHUNK)
     if start >= end:
         return
     steps = tl.arange(0, CHUNK)

@@ -29,7 +29,7 @@ from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
 from .spans import Spans
-from .tile_triton import load_rows, load_scalars, load_step, locate
+from .tile_triton import load_rows, load_scalars, load_step, locate_chunk
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq"])
@@ -65,9 +65,7 @@ def _channel_pairs_kernel(
 ):
     pid = tl.program_id(0)
     head = (pid % HV).to(tl.int64)
-    start, end, chunk = locate(
-        pid // HV, chunks_ptr, T, chunks_per_seq, chunks_per_seq, CHUNK, CHUNK, chunks_ptr is not None
-    )
+    start, end, chunk = locate_chunk(pid // HV, chunks_ptr, T, chunks_per_seq, CHUNK)
     if start >= end:
         return
     steps = tl.arange(0, CHUNK)

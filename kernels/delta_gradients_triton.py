@@ -34,7 +34,7 @@ from .tile_triton import (
     load_rows,
     load_scalars,
     load_step,
-    locate,
+    locate_chunk,
 )
 
 
@@ -81,9 +81,7 @@ def _delta_gradients_kernel(
     pid = tl.program_id(0)
     block = pid % BLOCKS_K
     head = ((pid // BLOCKS_K) % HV).to(tl.int64)
-    start, end, chunk = locate(
-        pid // (BLOCKS_K * HV), chunks_ptr, T, chunks_per_seq, chunks_per_seq, CHUNK, CHUNK, chunks_ptr is not None
-    )
+    start, end, chunk = locate_chunk(pid // (BLOCKS_K * HV), chunks_ptr, T, chunks_per_seq, CHUNK)
     if start >= end:
         return
     steps = tl.arange(0, CHUNK)

@@ -34,7 +34,7 @@ from torch import Tensor
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
 from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import DIAGONAL, SCALAR, load_gate_before, load_rows, load_scalars, load_step, locate
+from .tile_triton import DIAGONAL, SCALAR, load_gate_before, load_rows, load_scalars, load_step, locate, low_part
 
 
 @triton.jit(do_not_specialize=["T", "spans_per_seq", "chunks_per_seq", "span", "rows"])
@@ -164,7 +164,7 @@ def _delta_walk_kernel(
             high = residual.to(dtype)
             state = tl.dot(tl.trans(eraser), high, state, input_precision=PRECISION)
             if dtype != tl.float32:
-                low = (residual - high.to(tl.float32)).to(dtype)
+                low = low_part(residual, high)
                 state = tl.dot(tl.trans(eraser), low, state)
         else:
             residual = tl.dot(eraser, state.to(dtype), input_precision=PRECISION)
@@ -180,7 +180,7 @@ def _delta_walk_kernel(
             residual = value - residual
             high = residual.to(dtype)
             if dtype != tl.float32:
-                low = (residual - high.to(tl.float32)).to(dtype)
+                low = low_part(residual, high)
             if output_ptr is not None:
                 query = load_step(
                     query_ptr, first, steps, valid, k_columns, HQ * K, K, BLOCK_K, QUERY_STEPS, QUERY_STEPS - 1

@@ -36,7 +36,7 @@ from .tile_triton import (
     decay_kind,
     load_gate,
     load_rows,
-    locate,
+    locate_chunk,
 )
 
 
@@ -82,9 +82,7 @@ def _gradients_kernel(
     pid = tl.program_id(0)
     block = pid % BLOCKS_K
     head = ((pid // BLOCKS_K) % HV).to(tl.int64)
-    start, end, chunk = locate(
-        pid // (BLOCKS_K * HV), chunks_ptr, T, chunks_per_seq, chunks_per_seq, CHUNK, CHUNK, chunks_ptr is not None
-    )
+    start, end, chunk = locate_chunk(pid // (BLOCKS_K * HV), chunks_ptr, T, chunks_per_seq, CHUNK)
     if start >= end:
         return
     steps = tl.arange(0, CHUNK)

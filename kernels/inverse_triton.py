@@ -57,14 +57,9 @@ from .tile_triton import (
     load_rows,
     load_scalars,
     load_step,
-    locate,
+    locate_chunk,
+    low_part,
 )
-
-
-@triton.jit
-def _low_part(x, high):
-    """What ``high``, x in 16 bits, leaves of x."""
-    return (x - high.to(tl.float32)).to(high.dtype)
 
 
 @triton.jit
@@ -72,8 +67,8 @@ def _exact_dot(x, y, PRECISION: tl.constexpr):
     """x y in float32, or of parts in float16 as in tf32x3."""
     if PRECISION == "float16x3":
         x_high, y_high = x.to(tl.float16), y.to(tl.float16)
-        product = tl.dot(_low_part(x, x_high), y_high)
-        product = tl.dot(x_high, _low_part(y, y_high), product)
+        product = tl.dot(low_part(x, x_high), y_high)
+        product = tl.dot(x_high, low_part(y, y_high), product)
         product = tl.dot(x_high, y_high, product)
     else:
         product = tl.dot(x, y, input_precision=PRECISION)
@@ -138,9 +133,7 @@ def _inverse_kernel(
 ):
     pid = tl.program_id(0)
     head = (pid % HV).to(tl.int64)
-    start, end, chunk = locate(
-        pid // HV, chunks_ptr, T, chunks_per_seq, chunks_per_seq, CHUNK, CHUNK, chunks_ptr is not None
-    )
+    start, end, chunk = locate_chunk(pid // HV, chunks_ptr, T, chunks_per_seq, CHUNK)
     if start >= end:
         return
     count = (end - start).to(tl.int32)
@@ -215,9 +208,7 @@ def _products_kernel(
 ):
     pid = tl.program_id(0)
     head = (pid % HV).to(tl.int64)
-    start, end, chunk = locate(
-        pid // HV, chunks_ptr, T, chunks_per_seq, chunks_per_seq, CHUNK, CHUNK, chunks_ptr is not None
-    )
+    start, end, chunk = locate_chunk(pid // HV, chunks_ptr, T, chunks_per_seq, CHUNK)
     if start >= end:
         return
     steps = tl.arange(0, CHUNK)
@@ -249,9 +240,9 @@ def _products_kernel(
     inverse_high, visible_high = inverse.to(dtype), visible.to(dtype)
     pairs = tl.dot(visible_high, inverse_high, input_precision=PRECISION)
     if IS_SPLIT:
-        inverse_low = _low_part(inverse, inverse_high)
+        inverse_low = low_part(inverse, inverse_high)
         pairs = tl.dot(visible_high, inverse_low, pairs)
-        pairs = tl.dot(_low_part(visible, visible_high), inverse_high, pairs)
+        pairs = tl.dot(low_part(visible, visible_high), inverse_high, pairs)
     tl.store(pairs_ptr + place, pairs.to(dtype))
     if narrow_ptr is not None:
         tl.store(narrow_ptr + place, inverse_high)
@@ -259,7 +250,7 @@ def _products_kernel(
     inverse = tl.load(inverse_ptr + (chunk * HV + head) * CHUNK * CHUNK + steps[None, :] * CHUNK + steps[:, None])
     inverse_high = inverse.to(dtype)
     if IS_SPLIT:
-        inverse_low = _low_part(inverse, inverse_high)
+        inverse_low = low_part(inverse, inverse_high)
     key_ptr += (start * HV + head) * K
     for block in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         columns = block * BLOCK_K + tl.arange(0, BLOCK_K)

@@ -35,7 +35,7 @@ from .tile_triton import (
     load_rows,
     load_scalars,
     load_step,
-    locate,
+    locate_chunk,
 )
 
 
@@ -86,9 +86,7 @@ def _pair_gradients_kernel(
 ):
     pid = tl.program_id(0)
     head = (pid % HV).to(tl.int64)
-    start, end, chunk = locate(
-        pid // HV, chunks_ptr, T, chunks_per_seq, chunks_per_seq, CHUNK, CHUNK, chunks_ptr is not None
-    )
+    start, end, chunk = locate_chunk(pid // HV, chunks_ptr, T, chunks_per_seq, CHUNK)
     if start >= end:
         return
     steps = tl.arange(0, CHUNK)

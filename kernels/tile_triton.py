@@ -44,6 +44,18 @@ def locate(span, spans_ptr, T, spans_per_seq, chunks_per_seq, SPAN, CHUNK: tl.co
 
 
 @triton.jit
+def locate_chunk(chunk, chunks_ptr, T, chunks_per_seq, CHUNK: tl.constexpr):
+    """``locate`` of one chunk."""
+    return locate(chunk, chunks_ptr, T, chunks_per_seq, chunks_per_seq, CHUNK, CHUNK, chunks_ptr is not None)
+
+
+@triton.jit
+def low_part(x, high):
+    """What ``high``, x in 16 bits, leaves of x."""
+    return (x - high.to(tl.float32)).to(high.dtype)
+
+
+@triton.jit
 def load_rows(ptr, steps, valid, columns, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of a [tokens, STRIDE] array from its row ``ptr`` on; zero after the span's end and past WIDTH columns."""
     mask = valid[:, None]
