@@ -19,9 +19,15 @@ matrix unit takes less, and masked after, so that A is split once for all w; fro
 takes 44 products of 16^3; substitution by rows of blocks, T_i = T_ii (I - A_i T), takes 64.
 Where keys repeat and beta is 2, errors of products grow to 3e-4 in T for three products of tf32 (of operands as two
 parts each, high and low), to 1e-2 for three of bfloat16 and 6e-2 for one of tf32 (simulated). Parts in float16 have as
-many bits as in tf32 and multiply twice as fast: they are taken for 16-bit inputs, so that entries of A, T and T A above
-65504 overflow; unit keys keep them at 2.
+many bits as in tf32 and multiply twice as fast. They are taken for 16-bit inputs where no decay makes A small: what is
+below 6e-8 in it gets lost, and above 65504 overflows; unit keys keep A, T and T A at 2.
 For 16-bit inputs T takes part in Q and W as two parts, high and low.
+
+A scalar decay waits until the end, since e^L_ik e^L_kj = e^L_ij: with A, T and P as without a decay,
+
+    Q <- (P T) e^L        W <- rest (T^T b)        U = (T e^L) R
+
+unless rows read before their own decay: then A has factors of another kind.
 
 Work split: ``_inverse_kernel``, one warp a (chunk, head), so that nothing waits at a barrier; ``_products_kernel``,
 four. Bytes a row and head, 16-bit, K = 128, C = 64: a and b read (512; 256 where a is b; the caches are asked 1.5
@@ -50,6 +56,7 @@ from .launch_config import Tiles, device_family, products_in
 from .spans import Spans, power_of_2_from
 from .tile_triton import (
     DIAGONAL,
+    NO_DECAY,
     SCALAR,
     between,
     decay_kind,
@@ -113,7 +120,7 @@ def _inverse_kernel(
     a_ptr,  # [rows, HA, K]; None under a diagonal decay
     b_ptr,  # [rows, HB, K]; None under a diagonal decay
     rate_ptr,  # [rows, HV], or None for 1
-    gate_ptr,  # scalar decay: [2, HV, rows] of cumulative_gate; else None
+    gate_ptr,  # a scalar decay that rows read before: [2, HV, rows] of cumulative_gate; else None
     erasures_ptr,  # diagonal decay: A, [chunks, HV, C, C] float32; else None
     inverse_ptr,  # T, [chunks, HV, C, C] float32
     chunks_ptr,  # [chunks, 4], or None for a batch
@@ -127,7 +134,6 @@ def _inverse_kernel(
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DECAY: tl.constexpr,
-    READS_BEFORE: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT: tl.constexpr,
 ):
@@ -162,7 +168,7 @@ def _inverse_kernel(
             row, column = i + steps, j + steps
             erasures *= load_scalars(rate_ptr, row, row < count, HV)[:, None]
             if DECAY == SCALAR:
-                reads = tl.maximum(tl.minimum(row - READS_BEFORE, count - 1), 0)
+                reads = tl.maximum(tl.minimum(row - 1, count - 1), 0)
                 writes = tl.minimum(column, count - 1)
                 lag = tl.load(gate_ptr + reads)[:, None] - tl.load(gate_ptr + writes)[None, :]
                 lag += tl.load(gate_ptr + low_offset + reads)[:, None]
@@ -204,6 +210,7 @@ def _products_kernel(
     BLOCK_K: tl.constexpr,
     STEPS: tl.constexpr,
     DECAY: tl.constexpr,
+    READS_BEFORE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -232,9 +239,10 @@ def _products_kernel(
             visible = tl.dot(q, tl.trans(b), visible, input_precision=PRECISION)
         visible *= scale
         if DECAY == SCALAR:
-            high, low, high_end, low_end = load_gate(gate_ptr, start, head, steps, count, rows, HV)
-            rest = tl.exp2(high_end - high + (low_end - low))[:, None]
-            visible *= tl.exp2(tl.where(not_earlier, between(high, low, high, low, True), 0.0))
+            if READS_BEFORE:
+                high, low, high_end, low_end = load_gate(gate_ptr, start, head, steps, count, rows, HV)
+                rest = tl.exp2(high_end - high + (low_end - low))[:, None]
+                visible *= tl.exp2(tl.where(not_earlier, between(high, low, high, low, True), 0.0))
     visible = tl.where(not_earlier, visible, 0.0)
     inverse = tl.load(inverse_ptr + place)
     inverse_high, visible_high = inverse.to(dtype), visible.to(dtype)
@@ -243,9 +251,19 @@ def _products_kernel(
         inverse_low = low_part(inverse, inverse_high)
         pairs = tl.dot(visible_high, inverse_low, pairs)
         pairs = tl.dot(low_part(visible, visible_high), inverse_high, pairs)
+    if DECAY == SCALAR:
+        if not READS_BEFORE:
+            high, low, high_end, low_end = load_gate(gate_ptr, start, head, steps, count, rows, HV)
+            rest = tl.exp2(high_end - high + (low_end - low))[:, None]
+            factor = tl.exp2(tl.where(not_earlier, between(high, low, high, low, True), 0.0))
+            pairs *= factor
     tl.store(pairs_ptr + place, pairs.to(dtype))
     if narrow_ptr is not None:
-        tl.store(narrow_ptr + place, inverse_high)
+        inverse = tl.load(inverse_ptr + place)  # anew: kept through the products, it would spill
+        if DECAY == SCALAR:
+            if not READS_BEFORE:
+                inverse *= factor
+        tl.store(narrow_ptr + place, inverse.to(dtype))
     # the transpose is loaded, not made: that of a tile just cast goes wrong on Hopper
     inverse = tl.load(inverse_ptr + (chunk * HV + head) * CHUNK * CHUNK + steps[None, :] * CHUNK + steps[:, None])
     inverse_high = inverse.to(dtype)
@@ -256,10 +274,14 @@ def _products_kernel(
         columns = block * BLOCK_K + tl.arange(0, BLOCK_K)
         b = load_rows(b_ptr, steps, valid, columns, HB * K, K, BLOCK_K)
         if DECAY == SCALAR:
-            b = (b * rest).to(dtype)
+            if READS_BEFORE:
+                b = (b * rest).to(dtype)
         key = tl.dot(inverse_high, b, input_precision=PRECISION)
         if IS_SPLIT:
             key = tl.dot(inverse_low, b, key)
+        if DECAY == SCALAR:
+            if not READS_BEFORE:
+                key *= rest
         mask = valid[:, None] & (columns < K)[None, :]
         tl.store(key_ptr + steps[:, None] * (HV * K) + columns[None, :], key.to(dtype), mask=mask)
 
@@ -304,11 +326,13 @@ def inverse_products(
     )
     family = device_family(q.device)
     precision = products_in(q.dtype, family)
-    in_halves = q.dtype != torch.float32 and family.startswith("sm_")
     place = (chunks.table, chunks.seq_len, chunks.per_sequence, b.shape[0] * b.shape[1])
+    sizes = {"HB": b.shape[2], "HV": heads, "K": key_dim, "CHUNK": size, "PRECISION": precision}
     decay = decay_kind(operands.log_decay)
-    sizes = {"HB": b.shape[2], "HV": heads, "K": key_dim, "CHUNK": size, "DECAY": decay, "PRECISION": precision}
-    given: tuple[Tensor | None, ...] = (a, b, operands.rate, gate, None)
+    reads_before = operands.reads_before_decay and decay == SCALAR.value
+    inner_decay = NO_DECAY.value if decay == SCALAR.value and not reads_before else decay
+    in_halves = q.dtype != torch.float32 and family.startswith("sm_") and inner_decay == NO_DECAY.value
+    given: tuple[Tensor | None, ...] = (a, b, operands.rate, gate if reads_before else None, None)
     if channels is not None:
         given = (None, None, None, None, channels.erasures)
     launch(
@@ -319,7 +343,7 @@ def inverse_products(
             **sizes,
             "HA": a.shape[2],
             "BLOCK_K": max(16, power_of_2_from(min(key_dim, 32 if q.dtype == torch.float32 else 128))),
-            "READS_BEFORE": int(operands.reads_before_decay and decay == SCALAR.value),
+            "DECAY": inner_decay,
             "EXACT": "float16x3" if in_halves else products_in(torch.float32, family),
         },
         num_warps=1,
@@ -330,7 +354,14 @@ def inverse_products(
         _products_kernel,
         (chunks.count * heads,),
         (*given, inverse, *result, place[0], scale, *place[1:]),
-        {**sizes, "HQ": q.shape[2], "BLOCK_K": tiles.block, "STEPS": operands.num_steps},
+        {
+            **sizes,
+            "HQ": q.shape[2],
+            "BLOCK_K": tiles.block,
+            "STEPS": operands.num_steps,
+            "DECAY": decay,
+            "READS_BEFORE": reads_before,
+        },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         max_registers=max_registers,
