@@ -8,7 +8,8 @@ A folder is what ``pip install --target`` made; it goes before the environment's
 build/compile-matrix.jsonl as they come and are found again by the digest of a variant's code and settings, so a second
 run compiles what changed. When it is what a result says that changes, remove that file and the JSON first.
 
-The JSON holds one line a variant, with a list for each version of Triton; its names stand in "columns".
+The JSON holds one line a variant, with a list for each version of Triton; its names stand in "columns". "compiled" says
+which families are complete under which version: those asked for, and what earlier runs have left.
 """
 
 import argparse
@@ -139,31 +140,38 @@ def kept() -> Iterator[dict[str, Any]]:
         yield from map(json.loads, KEPT.read_text().splitlines())
 
 
-def write_matrix(versions: list[str], families: tuple[Family, ...] = FAMILIES) -> int:
+def write_matrix(versions: list[str], families: tuple[Family, ...]) -> int:
     """Put the results of all variants into the file for the documentation; the number of those that must not run."""
     results = {(line["key"], line["triton"]): [line[name] for name in COLUMNS] for line in kept()}
-    entries = []
-    variants = calls_by_variant(families)
-    if any((variant.key, version) not in results for variant, version in product(variants, versions)):
+    variants = {family: calls_by_variant([family]) for family in FAMILIES}
+
+    def complete_under(version: str) -> list[Family]:
+        return [family for family in FAMILIES if all((x.key, version) in results for x in variants[family])]
+
+    compiled = {version: complete_under(version) for version in sorted({version for _, version in results})}
+    if any(family not in compiled.get(version, []) for version, family in product(versions, families)):
         sys.exit("the kernels changed while they were compiled; run make compile-matrix again")
-    for variant, call in variants.items():
-        by_version = {version: results[variant.key, version] for version in versions}
-        entry = {"key": variant.key, "family": variant.family, "kernel": variant.kernel, "call": call}
-        entry |= {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "results": by_version}
-        entries.append(entry)
+    compiled = {version: complete for version, complete in compiled.items() if complete}
+    entries = []
+    for family in FAMILIES:
+        complete = [version for version in compiled if family in compiled[version]]
+        for variant, call in variants[family].items() if complete else ():
+            entry = {"key": variant.key, "family": family, "kernel": variant.kernel, "call": call}
+            entry |= {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+            entries.append(entry | {"results": {version: results[variant.key, version] for version in complete}})
     lines = ",\n".join(json.dumps(entry) for entry in entries)
-    head = json.dumps({"sources": source_hash(), "triton": versions, "families": families, "columns": COLUMNS})
+    head = json.dumps({"sources": source_hash(), "compiled": compiled, "columns": COLUMNS})
     MATRIX.parent.mkdir(parents=True, exist_ok=True)
     MATRIX.write_text(f'{head[:-1]}, "variants": [\n{lines}\n]}}\n')
-    return summarize(entries, versions, families)
+    return summarize(entries, compiled)
 
 
-def summarize(entries: list[dict[str, Any]], versions: list[str], families: tuple[Family, ...]) -> int:
+def summarize(entries: list[dict[str, Any]], compiled: dict[str, list[Family]]) -> int:
     """Print a line for each version and family; the number of faults."""
     faults = 0
     names = ("variants", "faults", "spill", "shared", "slow", "seconds")
     print("Triton  family  " + "".join(f"{name:>9}" for name in names))
-    for version in versions:
+    for version, families in compiled.items():
         for family in families:
             rows = [dict(zip(COLUMNS, x["results"][version], strict=True)) for x in entries if x["family"] == family]
             faulty = sum(row["fault"] is not None for row in rows)
