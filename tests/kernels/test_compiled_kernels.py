@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -24,7 +25,7 @@ from compiler_process import CompilerProcess  # noqa: E402
 from kernel_variants import Variant  # noqa: E402
 from machine_code import early_reads, parse_sass, read, written  # noqa: E402
 
-from statemix.kernels.launch_config import FAMILIES  # noqa: E402
+from statemix.kernels.launch_config import FAMILIES, Family  # noqa: E402
 
 # What ptxas 12.8.93 made of a walk over chunks with blocks of 16 values, 4 warps and 1 stage for sm_90.
 HOISTED_DESCRIPTOR = """
@@ -163,6 +164,27 @@ def test_a_variant_that_ends_the_compiler_gets_that_as_its_fault(
     with CompilerProcess() as compiler:
         assert compiler.compile(variant).fault == "the compiler ended its process with 7"
         assert "No module named 'absent'" in str(compiler.compile(replace(variant, module="absent")).fault)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("decay", ["none", "scalar", "diagonal"])
+@pytest.mark.parametrize("reads_before_decay", [False, True])
+def test_an_inverse_is_made_of_float16_parts_where_no_decay_makes_its_matrix_small(
+    family: Family, dtype: torch.dtype, decay: kernel_calls.Decay, reads_before_decay: bool
+) -> None:
+    """Entries below 6e-8 have no float16: with gates of -20 the gradient of a direction was lost."""
+    call = kernel_calls.Configuration("delta", decay, 64, 64, dtype, reads_before_decay=reads_before_decay)
+    [inverse] = [x for x in kernel_calls.record(call, family) if x.kernel.__name__ == "_inverse_kernel"]
+    has_decay = decay == "diagonal" or (decay == "scalar" and reads_before_decay)
+    in_parts = dtype != torch.float32 and family != "gfx942" and not has_decay
+    assert (inverse.constants["EXACT"] == "float16x3") == in_parts
+
+
+def test_a_limit_of_registers_makes_another_variant() -> None:
+    call = kernel_calls.Configuration("delta", "none", 128, 128)
+    [limited] = {x for x in compile_matrix.calls_by_variant(["sm_90"], [call]) if x.max_registers is not None}
+    assert limited.kernel == "_products_kernel" and limited.key != replace(limited, max_registers=None).key
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

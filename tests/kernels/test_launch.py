@@ -59,6 +59,20 @@ def test_the_same_arguments_are_not_and_constants_come_in_the_order_of_the_param
     assert [(grid, *rest) for grid, _, *rest in kernel.launched] == [((4, 1, 1), None, n, 1, 2) for n in (6, 7)]
 
 
+def test_a_limit_of_registers_reaches_the_compiler_and_is_compiled_for() -> None:
+    options = list[dict[str, Any]]()
+
+    class Listening(Kernel):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            run = super().__getitem__(grid)
+            return lambda *args, **given: (options.append(given), run(*args, **given))[1]
+
+    kernel, x = Listening(), torch.zeros(8)
+    for limit in (None, 128, None, 128):
+        module.launch(kernel, (4,), (x, None, 5), {"A": 1, "B": 2}, num_warps=4, num_stages=1, max_registers=limit)
+    assert kernel.num_compiled == 2 and [given.get("maxnreg") for given in options[:2]] == [None, 128]
+
+
 def test_a_plan_that_was_made_before_does_not_hide_a_tuned_row() -> None:
     pytest.importorskip("triton")
     from statemix.kernels.additive_triton import _plan
