@@ -13,12 +13,12 @@ Erasures of the delta family are queries too: with a for q, rates r, U for v and
     dv = w dR                               dw = v^T dR
 
 and add the share of b in dA, and of gates, to what the queries gave them. They write nothing to the state, so dS has no
-part. Where a is b, da goes to b at once. (Both in one pass over the levels, which share their exponents, spills: 1.68
-against 0.86 and 0.56 ms.)
+part. Where a is b, da goes to b at once.
 
 Work split: ``_level_pairs_kernel``, one program a (chunk, head), writes M of every level, and dv and dw;
 ``_channel_gradients_kernel``, one program a (block of K, chunk, head), does the rest. With M in registers the second
-spills: 1.23 ms on an H200 at B8 T2048 H16 D128, against 0.79 and 0.09 for the two.
+spills: 1.23 ms on an H200 at B8 T2048 H16 D128, against 0.79 and 0.09 for the two. So do queries and erasures in one
+pass over the levels, whose exponents they share: 1.68 against 0.86 and 0.56.
 Bytes a row and head, 16-bit, K = V = 128, C = 64: v and dO read (512), M written (896); then q, k, v, dO, S, dS and a
 float32 gate read (2560), M once a block of K (1792), dq, dk and a float32 gate gradient written (1024). Floor: 3584.
 The run for erasures has no dS (512 less), reads v, db and the gate's gradient (1024) and writes dv (256).
@@ -338,7 +338,7 @@ def erasure_gradients(
     corrected: Tensor,
     residual: Tensor,
     states: Tensor,
-    sums: ChannelGradients,
+    of_queries: ChannelGradients,
     chunks: Spans,
     *,
     tiles: Tiles,
@@ -347,7 +347,7 @@ def erasure_gradients(
 
     Args:
         corrected, residual: U and dR, [B, R, HV, V].
-        sums: of the queries; the shares of keys and gates are added to it.
+        of_queries: their gradients; the shares of keys and gates are added to them.
     """
     _, a, b, v, rate, weight, log_decay, *_ = operands
     assert log_decay is not None
@@ -361,7 +361,7 @@ def erasure_gradients(
     )
     _launch(
         *(b if a is None else a, b, corrected, rate, log_decay, residual, states, None),
-        (made.a, sums.k, made.rate, sums.gate),
+        (made.a, of_queries.k, made.rate, of_queries.gate),
         (None, None, None, None) if weight is None else (v, weight, made.v, made.weight),
         chunks,
         scale=-1.0,

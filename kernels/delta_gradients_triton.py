@@ -9,7 +9,8 @@ the state, what rows j < t write to it and S total dS here, and there the pairs 
 Work split: one program a (block of K, chunk, head); U, dO and dR are read whole by each. Sums over K (dr, the gate) are
 written a block at a time. Where a is b their gradients are one. Bytes a row and head, 16-bit, K = V = 128, C = 64.
 Floor: q, b, U, dO, dR, S, dS, dP and dA read (2560), dq and db written (512); a read and da written (512) where a is
-free. The caches are asked for 4096: two blocks of K read U, dO, dR, dP and dA.
+free. Two blocks of K read U, dO, dR, dP and dA twice (1024 more); b (256) and S (512; 1024 for a gate) come from the
+caches again.
 Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: autograd through ``chunk.py``. Source: arXiv:2406.06484 section 3, arXiv:2412.06464 section 3.
 """

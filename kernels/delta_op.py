@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from . import delta_torch
-from .delta_operands import DeltaGradients, DeltaOperands
+from .delta_operands import DeltaGradients, DeltaOperands, most_segments
 from .launch_config import delta_config, device_family
 from .scan_operators import ScanOperators, has_kernels
-from .spans import ceil_div, num_spans
+from .spans import num_spans
 
 
 def delta_scan(operands: DeltaOperands, *, scale: float, recompute: bool = False) -> tuple[Tensor, Tensor]:
@@ -81,15 +81,11 @@ def _saved_like(operands: DeltaOperands) -> list[Tensor]:
     config = delta_config(device_family(q.device), int(key_dim), q.dtype)
     size, num_documents = config.chunk_size, None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     num_chunks = num_spans(batch, num_rows, size, num_documents)
-    programs = num_heads * ceil_div(value_dim, config.walk.block) * (batch if num_documents is None else num_documents)
-    length = config.cut_rule.segment_length(num_rows, programs)
     keys = (batch, num_rows, num_heads, key_dim)
     saved = [
         q.new_empty(num_chunks, num_heads, key_dim, value_dim),  # states at chunk starts
         v.new_empty(v.shape),  # u
-        q.new_empty(  # maps of segments
-            num_spans(batch, num_rows, length, num_documents), num_heads, key_dim, key_dim, dtype=torch.float32
-        ),
+        q.new_empty(most_segments(operands, config), num_heads, key_dim, key_dim, dtype=torch.float32),  # their maps
         q.new_empty(num_chunks, num_heads, size, size),  # pairs of rows
         q.new_empty(keys),
     ]

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .launch_config import DeltaConfig
+from .spans import ceil_div
+
 
 class DeltaOperands(NamedTuple):
     """Operands of n micro-steps a token, the decay before the first:
@@ -68,6 +71,14 @@ class DeltaOperands(NamedTuple):
     def contiguous(self) -> "DeltaOperands":
         *tensors, reads_before_decay = self
         return DeltaOperands._make([*(None if x is None else x.contiguous() for x in tensors), reads_before_decay])
+
+
+def most_segments(operands: DeltaOperands, config: DeltaConfig) -> int:
+    """Segments that a walk over these rows can have; see ``CutRule.most_segments``."""
+    batch, rows, heads, value_dim = operands.v.shape
+    num_documents = None if operands.cu_seqlens is None else operands.cu_seqlens.shape[0] - 1
+    programs = heads * ceil_div(value_dim, config.walk.block) * (batch if num_documents is None else num_documents)
+    return config.cut_rule.most_segments(batch, rows, programs, num_documents)
 
 
 class DeltaGradients(NamedTuple):

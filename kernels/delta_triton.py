@@ -20,13 +20,13 @@ from torch import Tensor
 from .channel_gradients_triton import channel_gradients, erasure_gradients
 from .channel_pairs_triton import channel_erasures
 from .delta_gradients_triton import RowGradients, delta_gradients
-from .delta_operands import DeltaGradients, DeltaOperands
+from .delta_operands import DeltaGradients, DeltaOperands, most_segments
 from .delta_walk_triton import DeltaWalkInputs, delta_walk, join_maps
 from .gate_triton import cumulative_gate
 from .inverse_triton import inverse_products
 from .launch_config import DeltaConfig, delta_config, device_family
 from .normal_form import sum_groups
-from .spans import Cut, ceil_div, cut_rows, num_spans
+from .spans import Cut, ceil_div, cut_rows
 from .tile_triton import decay_kind
 
 
@@ -145,13 +145,12 @@ def _chunk_states(operands: DeltaOperands, plan: _Plan) -> Tensor:
 
 
 def _empty_maps(operands: DeltaOperands, plan: _Plan) -> Tensor:
-    """P of every segment, unwritten; as much as a state a sequence, and never looked at, where none is cut.
+    """P of every segment, unwritten; none where sequences fill the device.
 
-    Always there: what is saved has shapes that a compiler must know for any length.
+    The count is arithmetic, and may be more than there are: a compiler must know the shape for any length.
     """
-    (batch, rows, heads, _), key_dim, offsets = operands.v.shape, operands.q.shape[-1], operands.cu_seqlens
-    num_documents = None if offsets is None else offsets.shape[0] - 1
-    count = num_spans(batch, rows, plan.cut.segment_length, num_documents)
+    heads, key_dim = operands.v.shape[2], operands.q.shape[-1]
+    count = most_segments(operands, plan.config)
     return operands.q.new_empty(count, heads, key_dim, key_dim, dtype=torch.float32)
 
 
@@ -167,7 +166,7 @@ def _products(
     elif operands.log_decay is not None:
         gate = cumulative_gate(operands.log_decay, plan.cut.chunks, num_steps=operands.num_steps)
     made = inverse_products(
-        *(operands, channels, gate, plan.cut.chunks),
+        *(operands, channels, None if channels is not None else gate, plan.cut.chunks),
         scale=scale,
         tiles=plan.config.products,
         max_registers=plan.config.product_registers,

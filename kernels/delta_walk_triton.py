@@ -14,7 +14,8 @@ output after 2048 tokens).
 
 A segment's map S -> S P + H, where sequences are too few to fill the device: H is the walk from zero, P the walk from
 the identity without values, both side by side in one launch: columns of P are blocks after those of V, which start from
-those of the identity. ``join_maps`` chains them; the reverse walk chains P^T.
+those of the identity. ``join_maps`` chains them; the reverse walk chains P^T. (P is K x K here; the pairs of rows are
+inside Q.)
 
 Work split: one program a (block of V, head, span); the state is a float32 tile [K, BLOCK_V] in registers, transposed as
 in ``walk_triton``. Bytes a row and head, 16-bit, K = V = 128, C = 64: reads q, a, W, v and Q (1152), writes o (256); in
@@ -318,7 +319,7 @@ def delta_walk(
     heads, value_dim = inputs.value.shape[2:]
     key_dim, chunk_size = inputs.key.shape[-1], inputs.pairs.shape[-1]
     has_output = output is not None
-    inverse, rows = corrected if corrected is not None else (None, None)
+    inverse, corrected_rows = corrected if corrected is not None else (None, None)
     blocks = ceil_div(value_dim, tiles.block) + (0 if maps is None else ceil_div(key_dim, tiles.block))
     launch(
         _delta_walk_kernel,
@@ -335,7 +336,7 @@ def delta_walk(
             inputs.initial,
             output,
             inverse,
-            rows,
+            corrected_rows,
             states,
             final,
             maps,

@@ -27,7 +27,9 @@ A scalar decay waits until the end, since e^L_ik e^L_kj = e^L_ij: with A, T and 
 
     Q <- (P T) e^L        W <- rest (T^T b)        U = (T e^L) R
 
-unless rows read before their own decay: then A has factors of another kind.
+unless rows read before their own decay: then A has factors of another kind. Limit: entries of T without the decay stay
+below 65504 for 16-bit inputs, for which |r a^T b| <= 2 is enough, as of unit keys; what only a decay keeps in bounds
+overflows.
 
 Work split: ``_inverse_kernel``, one warp a (chunk, head), so that nothing waits at a barrier; ``_products_kernel``,
 four. Bytes a row and head, 16-bit, K = 128, C = 64: a and b read (512; 256 where a is b; the caches are asked 1.5
@@ -38,7 +40,7 @@ Under a diagonal decay ``channel_pairs`` has made P, A and b rest, and 160 + 256
 reach, rest and total are the decays from the chunk's start to a row, from a row to its end, and across it; e^L is the
 decay between two rows (``decay.py``). A row that reads before its decay leaves its own gate out of L and reach. P and
 dO have rows at the last micro-step of each token only.
-Shapes: B T HV K, n micro-steps a token, R = T n rows, C chunk.
+Shapes: B T HV K, n micro-steps a token, R = T n rows, C chunk of 16, 32 or 64.
 Oracle: ``chunk.py`` (triangular solve). Source: arXiv:2406.06484 section 3.2, with T moved to the other side.
 """
 
@@ -318,6 +320,7 @@ def inverse_products(
     a = b if operands.a is None else operands.a
     if channels is not None:
         a = b = channels.rest  # for its sizes
+    assert size in (16, 32, 64), size
     inverse = q.new_empty(chunks.count, heads, size, size, dtype=torch.float32)
     result = InverseProducts(
         q.new_empty(inverse.shape),
@@ -331,7 +334,7 @@ def inverse_products(
     decay = decay_kind(operands.log_decay)
     reads_before = operands.reads_before_decay and decay == SCALAR.value
     inner_decay = NO_DECAY.value if decay == SCALAR.value and not reads_before else decay
-    in_halves = q.dtype != torch.float32 and family.startswith("sm_") and inner_decay == NO_DECAY.value
+    float16_parts = q.dtype != torch.float32 and family.startswith("sm_") and inner_decay == NO_DECAY.value
     given: tuple[Tensor | None, ...] = (a, b, operands.rate, gate if reads_before else None, None)
     if channels is not None:
         given = (None, None, None, None, channels.erasures)
@@ -344,7 +347,7 @@ def inverse_products(
             "HA": a.shape[2],
             "BLOCK_K": max(16, power_of_2_from(min(key_dim, 32 if q.dtype == torch.float32 else 128))),
             "DECAY": inner_decay,
-            "EXACT": "float16x3" if in_halves else products_in(torch.float32, family),
+            "EXACT": "float16x3" if float16_parts else products_in(torch.float32, family),
         },
         num_warps=1,
         num_stages=1,

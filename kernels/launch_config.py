@@ -33,7 +33,7 @@ class Tiles:
 
 
 class _Row:
-    """What the rows of both tables can do; their fields are ``chunk_size``, ``fill`` and tiles."""
+    """What the rows of both tables share: ``chunk_size``, ``fill``, tiles, and when sequences are cut."""
 
     USUAL_FILL: ClassVar[int]
     SHORTEST_SEGMENT: ClassVar[int]
@@ -44,6 +44,7 @@ class _Row:
 
     @cached_property
     def cut_rule(self) -> CutRule:
+        """Kept, since every call asks."""
         return CutRule(self.chunk_size, self.fill, self.SHORTEST_SEGMENT, self.FEWEST_SEGMENTS)
 
     @classmethod
@@ -93,11 +94,12 @@ class DeltaConfig(_Row):
 
     Attributes:
         chunk_size: micro-steps a chunk.
-        products: blocks over key_dim of the products with the inverse, and over both dims of the pairs of a gate.
+        products: blocks over key_dim of the products with the inverse, and over value_dim of the gradients of pairs;
+            of those of a gate over both, up to twice as wide.
         walk: blocks over value_dim of the walk that makes outputs.
         saving: the same while it saves what the gradients need.
         reverse: the same in the reverse walk.
-        summary: blocks over value_dim of the walk that makes states only.
+        summary: blocks over value_dim of the walk that makes states only, and over key_dim of the maps beside it.
         gradients: blocks over key_dim.
         channel_pairs: blocks over key_dim; diagonal decay.
         channel_gradients: blocks over key_dim; diagonal decay.

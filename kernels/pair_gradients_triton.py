@@ -10,7 +10,8 @@ same number, and under strong decay nothing but rounding. A row i that reads bef
 out.
 
 Work split: one program a (chunk, head). Bytes a row and head, 16-bit, K = V = 128, C = 64: reads U, dO, dR (768; v for
-dw, 256), writes dP, dA and dv (512), which is the floor; for a gate also q, a, b (768; 512 where a is b) and 4.
+dw, 256), writes dP, dA and dv (512), which is the floor; under a scalar decay also the gate (8), for whose gradient q,
+a and b (768; 512 where a is b), and 4 written.
 Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: autograd through ``chunk.py``.
 """
@@ -196,7 +197,7 @@ def pair_gradients(
     """Gradients of pairs of rows, without a diagonal decay; rows of no document get zeros.
 
     Args:
-        dgate: [B, T, HV] float32 to fill with what the pairs give to a scalar gate, or None.
+        dgate: [B T, HV] float32 to fill with what the pairs give to a scalar gate, or None.
     """
     q, a, b, v, rate, weight, *_ = operands
     a, heads, size, block = b if a is None else a, v.shape[2], chunks.length, tiles.block

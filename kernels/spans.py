@@ -93,13 +93,11 @@ class Cut:
         chunks: rows that are turned into matrix products.
         sequences: those that a state passes through.
         segments: runs of chunks that start from a state of their own, or None where whole sequences fill the device.
-        segment_length: rows that such a run has, or would have.
     """
 
     chunks: Spans
     sequences: Spans
     segments: Spans | None
-    segment_length: int
 
 
 @dataclass(frozen=True)
@@ -108,9 +106,10 @@ class CutRule:
 
     Attributes:
         chunk_size: rows a chunk.
-        fill: programs that keep the device busy; there are as many segments as have room in that.
+        fill: programs that keep the device busy; a sequence gets as many segments as have room in that, rounded down.
         shortest: chunks of a segment at least.
-        fewest: segments of a sequence at least; with fewer, joining costs more than idle multiprocessors.
+        fewest: without room for so many segments a sequence nothing is cut: joining them would cost more than idle
+            multiprocessors. A short sequence may still have fewer.
     """
 
     chunk_size: int
@@ -129,8 +128,17 @@ class CutRule:
         return torch.sym_max(chunks, self.shortest) * self.chunk_size
 
     def is_cut(self, rows: int, programs: int) -> bool:
-        """Segments are worth it."""
+        """There is room for the fewest segments, and a sequence is longer than one."""
         return self.fill >= self.fewest * programs and self.segment_length(rows, programs) < rows
+
+    def most_segments(self, batch: int, rows: int, programs: int, num_documents: int | None) -> int:
+        """Room to keep for segments: none where sequences fill the device. Nothing is compared: sizes may be symbolic.
+
+        Args:
+            programs: that walk all sequences side by side.
+        """
+        has_room = torch.sym_min(self.fill // (self.fewest * torch.sym_max(programs, 1)), 1)
+        return has_room * num_spans(batch, rows, self.segment_length(rows, programs), num_documents)
 
 
 def cut_rows(batch: int, rows: int, offsets: Tensor | None, programs: int, rule: CutRule) -> Cut:
@@ -144,18 +152,18 @@ def cut_rows(batch: int, rows: int, offsets: Tensor | None, programs: int, rule:
         return _cut_batch(batch, rows, programs, rule)
     sequences, size = whole_documents(offsets, rows, rule.chunk_size), rule.chunk_size
     programs *= sequences.count
-    length = rule.segment_length(rows, programs)
-    segments = packed_spans(offsets, rows, length, size) if rule.is_cut(rows, programs) else None
-    return Cut(packed_spans(offsets, rows, size, size), sequences, segments, length)
+    segments = None
+    if rule.is_cut(rows, programs):
+        segments = packed_spans(offsets, rows, rule.segment_length(rows, programs), size)
+    return Cut(packed_spans(offsets, rows, size, size), sequences, segments)
 
 
 @lru_cache(maxsize=1024)
 def _cut_batch(batch: int, rows: int, programs: int, rule: CutRule) -> Cut:
     """Made once for sizes that come again; packed documents have tables of their own in each call."""
     programs *= batch
-    length = rule.segment_length(rows, programs)
-    segments = batch_spans(batch, rows, length) if rule.is_cut(rows, programs) else None
-    return Cut(batch_spans(batch, rows, rule.chunk_size), whole_sequences(batch, rows), segments, length)
+    segments = batch_spans(batch, rows, rule.segment_length(rows, programs)) if rule.is_cut(rows, programs) else None
+    return Cut(batch_spans(batch, rows, rule.chunk_size), whole_sequences(batch, rows), segments)
 
 
 def _inside(cu_seqlens: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 A *span* is a run of tokens of one sequence that one program walks: a chunk, a segment of several chunks, or the whole
 sequence. In a batch its place is arithmetic; for packed documents it is a row (start, end, first chunk, document) of
-a table made on the device (``span_table``), so that no length is ever read on the host.
+a table made on the device (``packed_spans``), so that no length is ever read on the host.
 
 Exponents are base 2 and never above 0. The cumulative gate of a chunk is kept as two float32 numbers, high and low
 part of a float64 sum, so that a difference of two of them is the sum of the segment between, to float32 precision.

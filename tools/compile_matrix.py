@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def source_hash() -> str:
-    """Digest of everything that decides what is compiled; the same in every Python and Triton."""
+    """Digest of the kernels, their hosts, their tiles and the calls; the same in every Python and Triton."""
     digest = hashlib.sha256()
     for file in sources():
         digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
@@ -141,29 +141,38 @@ def kept() -> Iterator[dict[str, Any]]:
 
 
 def write_matrix(versions: list[str], families: tuple[Family, ...]) -> int:
-    """Put the results of all variants into the file for the documentation; the number of those that must not run."""
+    """Put what is complete into the file for the documentation; the number of variants in it that must not run."""
     results = {(line["key"], line["triton"]): [line[name] for name in COLUMNS] for line in kept()}
     variants = {family: calls_by_variant([family]) for family in FAMILIES}
 
     def complete_under(version: str) -> list[Family]:
         return [family for family in FAMILIES if all((x.key, version) in results for x in variants[family])]
 
-    compiled = {version: complete_under(version) for version in sorted({version for _, version in results})}
-    if any(family not in compiled.get(version, []) for version, family in product(versions, families)):
-        sys.exit("the kernels changed while they were compiled; run make compile-matrix again")
+    compiled = {
+        version: complete_under(version) for version in sorted({version for _, version in results}, key=_numbers)
+    }
+    for version, family in product(versions, families):
+        if family not in compiled.get(version, []):
+            sys.exit(
+                f"{family} is not complete under Triton {version}: the kernels changed meanwhile; run make compile-matrix"
+            )
     compiled = {version: complete for version, complete in compiled.items() if complete}
     entries = []
     for family in FAMILIES:
         complete = [version for version in compiled if family in compiled[version]]
         for variant, call in variants[family].items() if complete else ():
             entry = {"key": variant.key, "family": family, "kernel": variant.kernel, "call": call}
-            entry |= {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+            entry |= {name: getattr(variant, name) for name in ("num_warps", "num_stages", "max_registers")}
             entries.append(entry | {"results": {version: results[variant.key, version] for version in complete}})
     lines = ",\n".join(json.dumps(entry) for entry in entries)
     head = json.dumps({"sources": source_hash(), "compiled": compiled, "columns": COLUMNS})
     MATRIX.parent.mkdir(parents=True, exist_ok=True)
     MATRIX.write_text(f'{head[:-1]}, "variants": [\n{lines}\n]}}\n')
     return summarize(entries, compiled)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
 
 
 def summarize(entries: list[dict[str, Any]], compiled: dict[str, list[Family]]) -> int:

@@ -41,9 +41,9 @@ MANY_HEADS = Layout(16, 2048, 16, 16, 16)
 FEW_HEADS = Layout(1, 32768, 16, 16, 16)  # cut into segments
 GROUPED_HEADS = Layout(2, 8192, 4, 2, 8)
 
-# Layout, is_packed, has_state and saves: one row, and rows in which each value occurs.
+# Layout, is_packed, has_state and saves: one row, and rows in which each value occurs, cut into segments or not.
 ONE = ((MANY_HEADS, False, True, True),)
-EACH_VALUE = (*ONE, (FEW_HEADS, True, False, False))
+EACH_VALUE = (*ONE, (FEW_HEADS, True, False, False), (FEW_HEADS, False, True, True))
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ def _delta_configurations() -> Iterator[Configuration]:
             yield Configuration("delta", decay, key_dim, value_dim, torch.float32)
         usual = Configuration("delta", decay, 128, 128)
         yield replace(usual, dtype=torch.float16)
+        yield replace(usual, layout=FEW_HEADS)
         yield replace(usual, layout=FEW_HEADS, is_packed=True, has_state=False, saves=False)
         yield replace(usual, has_factors=False)
         yield replace(usual, num_steps=2)

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ class Variant:
     constants: tuple[tuple[str, Any], ...]
     num_warps: int
     num_stages: int
-    max_registers: int | None = field(default=None, repr=False)
+    max_registers: int | None = field(default=None, repr=False)  # keys without a limit stay what they were
 
     @property
     def key(self) -> str:
@@ -94,11 +94,6 @@ class Result:
     spills: int = 0
     seconds: float = 0.0
     fault: str | None = None
-
-
-def _options(variant: Variant) -> dict[str, int]:
-    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    return options if variant.max_registers is None else {**options, "maxnreg": variant.max_registers}
 
 
 def variants_of(launches: Iterable[Launch], family: Family) -> Iterator[Variant]:
@@ -166,11 +161,7 @@ def compile_variant(variant: Variant) -> Result:
         os.environ["TRITON_CACHE_DIR"] = folder
         start = time.perf_counter()
         try:
-            compiled = triton.compile(
-                _source(variant),
-                target=TARGETS[variant.family],
-                options=_options(variant),
-            )
+            compiled = triton.compile(_source(variant), target=TARGETS[variant.family], options=_options(variant))
         except Exception as error:  # of many kinds, from the front end to ptxas
             return Result(seconds=_since(start), fault=f"does not compile: {_first_line(error)}")
         seconds = _since(start)
@@ -225,6 +216,12 @@ def _leave_out_the_linker_of_rocm() -> None:
         HIPBackend.hash = lambda self: f"{self.target} without linker"
 
 
+def _options(variant: Variant) -> dict[str, int]:
+    """What Triton is told besides types and constants."""
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    return options if variant.max_registers is None else {**options, "maxnreg": variant.max_registers}
+
+
 def _since(start: float) -> float:
     return round(time.perf_counter() - start, 2)
 
@@ -232,9 +229,3 @@ def _since(start: float) -> float:
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"[:200]
-
-
-def describe(variant: Variant) -> dict[str, Any]:
-    """The variant as JSON holds it."""
-    fields = asdict(variant)
-    return {"key": variant.key} | fields | {"types": dict(variant.types), "constants": dict(variant.constants)}

@@ -213,8 +213,10 @@ def test_segments_packed(decay: str) -> None:
 
 
 def expect_segments(operands: DeltaOperands, loss: str) -> None:
+    """The definition, and bit by bit the same when backward walks the segments once more."""
     assert delta_triton._plan(operands).cut.segments is not None
-    expect_definition(operands, loss=loss)
+    got = expect_definition(operands, loss=loss)
+    expect_equal(differentiate(operands, functools.partial(kernels, recompute=True), loss), got)
 
 
 LEVELS = torch.tensor([0.0, -1e-4, -5.0, -20.0, -80.0, -torch.inf])

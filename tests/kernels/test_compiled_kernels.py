@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import compile_matrix  # noqa: E402
 import kernel_calls  # noqa: E402
 from compiler_process import CompilerProcess  # noqa: E402
-from kernel_variants import Variant  # noqa: E402
+from kernel_variants import Result, Variant  # noqa: E402
 from machine_code import early_reads, parse_sass, read, written  # noqa: E402
 
 from statemix.kernels.launch_config import FAMILIES, Family  # noqa: E402
@@ -181,6 +181,30 @@ def test_an_inverse_is_made_of_float16_parts_where_no_decay_makes_its_matrix_sma
     assert (inverse.constants["EXACT"] == "float16x3") == in_parts
 
 
+@pytest.mark.parametrize(("saves", "count"), [(True, 1), (False, 2)])
+def test_maps_of_segments_are_walked_once_where_they_are_saved(saves: bool, count: int) -> None:
+    call = kernel_calls.Configuration("delta", "scalar", 128, 128, layout=kernel_calls.FEW_HEADS, saves=saves)
+    walks = [x for x in kernel_calls.record(call, "sm_90") if x.kernel.__name__ == "_delta_walk_kernel"]
+    assert sum(x.args[x.kernel.arg_names.index("maps_ptr")] is not None for x in walks) == count
+
+
+@pytest.mark.parametrize("complete", [("sm_90",), FAMILIES])
+def test_the_matrix_holds_what_is_complete_and_ends_where_what_was_asked_for_is_not(
+    complete: tuple[Family, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants: dict[Family, Variant] = {family: Variant("m", "k", "", family, (), (), 4, 1) for family in FAMILIES}
+    for name in ("MATRIX", "KEPT"):
+        monkeypatch.setattr(compile_matrix, name, tmp_path / name)
+    monkeypatch.setattr(compile_matrix, "calls_by_variant", lambda families: {variants[x]: "call" for x in families})
+    lines = [{"key": variants[x].key, "triton": "3.10.0"} | asdict(Result()) for x in complete]
+    compile_matrix.KEPT.write_text("\n".join(map(json.dumps, lines)))
+    assert compile_matrix.write_matrix(["3.10.0"], complete) == 0
+    matrix = json.loads(compile_matrix.MATRIX.read_text())
+    assert matrix["compiled"] == {"3.10.0": list(complete)} and len(matrix["variants"]) == len(complete)
+    with pytest.raises(SystemExit, match="not complete under Triton 3.4.0"):
+        compile_matrix.write_matrix(["3.4.0"], complete)
+
+
 def test_a_limit_of_registers_makes_another_variant() -> None:
     call = kernel_calls.Configuration("delta", "none", 128, 128)
     [limited] = {x for x in compile_matrix.calls_by_variant(["sm_90"], [call]) if x.max_registers is not None}
@@ -217,6 +241,7 @@ def test_the_committed_matrix_is_of_these_kernels_and_holds_no_fault() -> None:
     matrix = json.loads(compile_matrix.MATRIX.read_text())
     assert matrix["sources"] == compile_matrix.source_hash(), "the kernels have changed; run make compile-matrix"
     compiled = matrix["compiled"]
+    assert {family for found in compiled.values() for family in found} == set(FAMILIES) and len(compiled) == 3
     variants = set(compile_matrix.calls_by_variant(sorted({family for found in compiled.values() for family in found})))
     assert {entry["key"] for entry in matrix["variants"]} == {variant.key for variant in variants}
     for entry in matrix["variants"]:

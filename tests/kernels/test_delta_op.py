@@ -174,7 +174,9 @@ def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_
     def layout(tensors: Any) -> list[Any]:
         return [(x.shape, x.stride(), x.dtype) for x in tensors]
 
-    sizes = product(DECAYS, ("free", "three_steps_packed", "tied_without_weights"), ((16, 24), (128, 64)), (4, 130))
+    sizes = product(
+        DECAYS, ("free", "three_steps_packed", "tied_without_weights"), ((16, 24), (128, 64)), (4, 130, 1300)
+    )
     for decay, variant, dims, seq_len in sizes:
         given = draw(decay, dims=dims, seq_len=seq_len, dtype=torch.bfloat16, **VARIANTS[variant])
         needs_decay_grad = decay is not None

@@ -1,11 +1,9 @@
 """When sequences are cut into segments, and that what is allocated for segments is as much as there are."""
 
-from itertools import product
-
 import pytest
 import torch
 
-from statemix.kernels.spans import CutRule, cut_rows, num_spans
+from statemix.kernels.spans import CutRule, cut_rows
 
 RULE = CutRule(chunk_size=64, fill=256, shortest=8, fewest=3)
 
@@ -21,7 +19,7 @@ RULE = CutRule(chunk_size=64, fill=256, shortest=8, fewest=3)
 )
 def test_as_many_segments_as_there_is_room_for(rows: int, programs: int, length: int) -> None:
     cut = cut_rows(1, rows, None, programs, RULE)
-    assert cut.segments is not None and cut.segments.length == cut.segment_length == length
+    assert cut.segments is not None and cut.segments.length == length
     assert cut.segments.count == -(-rows // length) and cut.segments.count * programs <= RULE.fill
 
 
@@ -40,10 +38,15 @@ def test_a_batch_fills_the_device_as_heads_do() -> None:
     assert few is not None and (few.per_sequence, few.count) == (4, 8)
 
 
-@pytest.mark.parametrize(("batch", "rows", "documents"), [*product((1, 3), (1, 700, 4096), (None,)), (1, 4096, 4)])
-def test_there_are_as_many_segments_as_num_spans_says(batch: int, rows: int, documents: int | None) -> None:
+@pytest.mark.parametrize("programs", [1, 32, 85])
+@pytest.mark.parametrize(("batch", "rows", "documents"), [(1, 700, None), (3, 4096, None), (1, 4096, 2)])
+def test_there_is_room_for_all_segments(programs: int, batch: int, rows: int, documents: int | None) -> None:
     offsets = None if documents is None else torch.linspace(0, rows, documents + 1).int()
-    cut = cut_rows(batch, rows, offsets, 2, RULE)
-    count = num_spans(batch, rows, cut.segment_length, documents)
-    assert count >= (cut.sequences if cut.segments is None else cut.segments).count
-    assert cut.segments is None or count == cut.segments.count
+    cut, count = cut_rows(batch, rows, offsets, programs, RULE), batch if documents is None else documents
+    kept = RULE.most_segments(batch, rows, programs * count, documents)
+    assert kept == cut.segments.count if cut.segments is not None else kept <= 2 * count
+
+
+def test_no_room_is_kept_where_sequences_fill_the_device_or_nearly() -> None:
+    assert RULE.most_segments(256, 64, 256 * 32, None) == RULE.most_segments(1, 32768, 86, None) == 0
+    assert RULE.most_segments(1, 32768, 1000 * 32, 1000) == 0
