@@ -153,9 +153,7 @@ def write_matrix(versions: list[str], families: tuple[Family, ...]) -> int:
     }
     for version, family in product(versions, families):
         if family not in compiled.get(version, []):
-            sys.exit(
-                f"{family} is not complete under Triton {version}: the kernels changed meanwhile; run make compile-matrix"
-            )
+            sys.exit(f"{family} is not complete under Triton {version}: the kernels changed; run make compile-matrix")
     compiled = {version: complete for version, complete in compiled.items() if complete}
     entries = []
     for family in FAMILIES:
