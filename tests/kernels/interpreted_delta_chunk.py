@@ -420,6 +420,8 @@ def expect_inverse(operands: DeltaOperands, size: int) -> None:
         needs_inverse=True,
     )
     assert made.inverse is not None and operands.rate is not None
+    if gate is None:
+        assert made.inverse.abs().max() <= 2 + 1e-4, "unit keys and rates up to 2 keep the inverse at 2"
     gates = torch.zeros(operands.q.shape[:2]) if gate is None else gate[..., 0]
     q, b, rate, gates = (
         x[0].double().split(size) for x in (operands.q[:, :, 0], operands.b[:, :, 0], operands.rate, gates)
