@@ -44,7 +44,7 @@ Shapes: B T HV K, n micro-steps a token, R = T n rows, C chunk of 16, 32 or 64.
 Oracle: ``chunk.py`` (triangular solve). Source: arXiv:2406.06484 section 3.2, with T moved to the other side.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -315,58 +315,86 @@ def inverse_products(
         chunks: in rows.
         tiles, max_registers: of the products.
     """
-    q, b = operands.q, operands.b
-    heads, key_dim, size = operands.v.shape[2], q.shape[-1], chunks.length
-    a = b if operands.a is None else operands.a
-    if channels is not None:
-        a = b = channels.rest  # for its sizes
-    assert size in (16, 32, 64), size
-    inverse = q.new_empty(chunks.count, heads, size, size, dtype=torch.float32)
-    result = InverseProducts(
-        q.new_empty(inverse.shape),
-        q.new_empty(b.shape[0], b.shape[1], heads, key_dim),
-        q.new_empty(inverse.shape) if needs_inverse else None,
+    inverse = _launch_inverse(operands, channels, gate, chunks)
+    made = InverseProducts(
+        operands.q.new_empty(inverse.shape),
+        operands.q.new_empty(*operands.b.shape[:2], operands.v.shape[2], operands.q.shape[-1]),
+        operands.q.new_empty(inverse.shape) if needs_inverse else None,
     )
-    family = device_family(q.device)
-    precision = products_in(q.dtype, family)
-    place = (chunks.table, chunks.seq_len, chunks.per_sequence, b.shape[0] * b.shape[1])
-    sizes = {"HB": b.shape[2], "HV": heads, "K": key_dim, "CHUNK": size, "PRECISION": precision}
-    decay = decay_kind(operands.log_decay)
-    reads_before = operands.reads_before_decay and decay == SCALAR.value
-    inner_decay = NO_DECAY.value if decay == SCALAR.value and not reads_before else decay
-    float16_parts = q.dtype != torch.float32 and family.startswith("sm_") and inner_decay == NO_DECAY.value
-    given: tuple[Tensor | None, ...] = (a, b, operands.rate, gate if reads_before else None, None)
-    if channels is not None:
-        given = (None, None, None, None, channels.erasures)
-    launch(
-        _inverse_kernel,
-        (chunks.count * heads,),
-        (*given, inverse, *place),
-        {
-            **sizes,
-            "HA": a.shape[2],
-            "BLOCK_K": max(16, power_of_2_from(min(key_dim, 32 if q.dtype == torch.float32 else 128))),
-            "DECAY": inner_decay,
-            "EXACT": "float16x3" if float16_parts else products_in(torch.float32, family),
-        },
-        num_warps=1,
-        num_stages=1,
-    )
-    given = (q, b, gate, None) if channels is None else (None, channels.rest, None, channels.pairs)
+    b = operands.b if channels is None else channels.rest
+    given = (operands.q, b, gate, None) if channels is None else (None, b, None, channels.pairs)
     launch(
         _products_kernel,
-        (chunks.count * heads,),
-        (*given, inverse, *result, place[0], scale, *place[1:]),
+        (chunks.count * operands.v.shape[2],),
+        (
+            *(*given, inverse, *made),
+            chunks.table,
+            scale,
+            chunks.seq_len,
+            chunks.per_sequence,
+            b.shape[0] * b.shape[1],
+        ),
         {
-            **sizes,
-            "HQ": q.shape[2],
+            **_sizes(operands, chunks),
+            "HQ": operands.q.shape[2],
+            "HB": b.shape[2],
             "BLOCK_K": tiles.block,
             "STEPS": operands.num_steps,
-            "DECAY": decay,
-            "READS_BEFORE": reads_before,
+            "DECAY": decay_kind(operands.log_decay),
+            "READS_BEFORE": _has_inner_decay(operands),
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         max_registers=max_registers,
     )
-    return result
+    return made
+
+
+def _launch_inverse(
+    operands: DeltaOperands, channels: ChannelErasures | None, gate: Tensor | None, chunks: Spans
+) -> Tensor:
+    """T of every chunk, [chunks, HV, C, C] float32, without a scalar decay that can wait."""
+    b, size, family = operands.b, chunks.length, device_family(operands.q.device)
+    assert size in (16, 32, 64), size
+    a, rate, decay = b if operands.a is None else operands.a, operands.rate, NO_DECAY.value
+    is_wide = b.dtype == torch.float32
+    given: tuple[Tensor | None, ...] = (a, b, rate, None, None)
+    if channels is not None:
+        given, decay = (None, None, None, None, channels.erasures), DIAGONAL.value
+        a = b = channels.rest  # for its heads
+    elif _has_inner_decay(operands):
+        given, decay = (a, b, rate, gate, None), SCALAR.value
+    inverse = b.new_empty(chunks.count, operands.v.shape[2], size, size, dtype=torch.float32)
+    float16_parts = decay == NO_DECAY.value and not is_wide and family.startswith("sm_")
+    launch(
+        _inverse_kernel,
+        (chunks.count * inverse.shape[1],),
+        (*given, inverse, chunks.table, chunks.seq_len, chunks.per_sequence, b.shape[0] * b.shape[1]),
+        {
+            **_sizes(operands, chunks),
+            "HA": a.shape[2],
+            "HB": b.shape[2],
+            # one warp holds whole rows of a usual head; float32 ones are twice as wide, and split for three products
+            "BLOCK_K": max(16, power_of_2_from(min(b.shape[-1], 32 if is_wide else 128))),
+            "DECAY": decay,
+            "EXACT": "float16x3" if float16_parts else products_in(torch.float32, family),
+        },
+        num_warps=1,
+        num_stages=1,
+    )
+    return inverse
+
+
+def _has_inner_decay(operands: DeltaOperands) -> bool:
+    """Rows read before a scalar decay of their own, so that A needs it."""
+    return operands.reads_before_decay and decay_kind(operands.log_decay) == SCALAR.value
+
+
+def _sizes(operands: DeltaOperands, chunks: Spans) -> dict[str, Any]:
+    q = operands.q
+    return {
+        "HV": operands.v.shape[2],
+        "K": q.shape[-1],
+        "CHUNK": chunks.length,
+        "PRECISION": products_in(q.dtype, device_family(q.device)),
+    }
