@@ -10,7 +10,6 @@ With nothing saved, backward makes the gate and walks forward once more. Neither
 ``additive_op.py`` does. Shapes: B T HQ HK HV K V, N sequences, C chunk.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -66,7 +65,7 @@ def additive_forward(operands: AdditiveOperands, *, scale: float, save: bool) ->
     operands = operands.contiguous()
     plan = _plan(operands)
     decayed = _decayed(operands, plan, scale)
-    output = _make_rows(operands)(operands.v)
+    output = plan.cut.chunks.rows_like(operands.v)
     states = _chunk_states(operands, plan) if save else None
     inputs = decayed.forward(operands.v, operands.initial_state, plan.decay, scale)
     final = _walk(inputs, plan, output=output, states=states)
@@ -93,7 +92,7 @@ def additive_backward(
         states, decayed = _chunk_states(operands, plan), _decayed(operands, plan, scale)
         inputs = decayed.forward(operands.v, operands.initial_state, plan.decay, scale)
         _walk(inputs, plan, output=None, states=states)
-    grad_states, dv = torch.empty_like(states), _make_rows(operands)(operands.v)
+    grad_states, dv = torch.empty_like(states), plan.cut.chunks.rows_like(operands.v)
     reverse = decayed.reverse(grad_output, grad_final, plan.decay, scale)
     d_initial = _walk(reverse, plan, output=dv, states=grad_states, reverse=True)
     grads: ChannelGradients | Gradients
@@ -131,11 +130,6 @@ def _plan(operands: AdditiveOperands) -> _Plan:
         config.cut_rule,
     )
     return _Plan(config, cut, decay_kind(log_decay))
-
-
-def _make_rows(operands: AdditiveOperands) -> Callable[[Tensor], Tensor]:
-    """What makes the rows that a kernel fills: zeros where tokens of no document are left out."""
-    return torch.empty_like if operands.cu_seqlens is None else torch.zeros_like
 
 
 def _decayed(operands: AdditiveOperands, plan: _Plan, scale: float) -> _Decayed:

@@ -26,7 +26,6 @@ Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk, L = log2 C lev
 Oracle: autograd through ``chunk.py``. Source: arXiv:2312.06635 section 4.3.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -313,12 +312,11 @@ def channel_gradients(
         v: U where there are erasures.
         chunks: in rows, of which a token has ``num_steps``: the first decays, the last has the query.
     """
-    make = _maker(q, chunks)
     heads, key_dim = v.shape[2], q.shape[-1]
     made = ChannelGradients(
-        make(*q.shape[:2], heads, key_dim, dtype=q.dtype),
-        make(*k.shape[:2], heads, key_dim, dtype=q.dtype),
-        make(*log_decay.shape, dtype=torch.float32),
+        chunks.rows_like(q, *q.shape[:2], heads, key_dim),
+        chunks.rows_like(k, *k.shape[:2], heads, key_dim),
+        chunks.rows_like(log_decay, dtype=torch.float32),
     )
     _launch(
         *(q, k, v, None, log_decay, grad, states, grad_states),
@@ -351,13 +349,14 @@ def erasure_gradients(
     """
     _, a, b, v, rate, weight, log_decay, *_ = operands
     assert log_decay is not None
-    heads, key_dim, make = v.shape[2], b.shape[-1], _maker(b, chunks)
-    rows = b.shape[0] * b.shape[1]
+    (batch, rows, heads, _), key_dim = v.shape, b.shape[-1]
     made = ErasureGradients(
-        None if a is None else make(*b.shape[:2], heads, key_dim, dtype=b.dtype),
-        residual if weight is None else make(*v.shape, dtype=v.dtype),
-        None if rate is None else make(ceil_div(key_dim, tiles.block), rows, heads, dtype=torch.float32),
-        None if weight is None else make(*weight.shape, dtype=weight.dtype),
+        None if a is None else chunks.rows_like(b, batch, rows, heads, key_dim),
+        residual if weight is None else chunks.rows_like(v),
+        None
+        if rate is None
+        else chunks.rows_like(b, ceil_div(key_dim, tiles.block), batch * rows, heads, dtype=torch.float32),
+        None if weight is None else chunks.rows_like(weight),
     )
     _launch(
         *(b if a is None else a, b, corrected, rate, log_decay, residual, states, None),
@@ -370,12 +369,6 @@ def erasure_gradients(
         reads_before=operands.reads_before_decay,
     )
     return made
-
-
-def _maker(like: Tensor, chunks: Spans) -> Callable[..., Tensor]:
-    """What makes arrays of rows that a kernel fills: zeros where those of no document are left out."""
-    make: Callable[..., Tensor] = like.new_empty if chunks.table is None else like.new_zeros
-    return make
 
 
 def _launch(

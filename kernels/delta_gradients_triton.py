@@ -249,13 +249,8 @@ def delta_gradients(
     if gate is not None:  # registers are then short in any case; otherwise narrow blocks leave room for a third program
         block_v = min(2 * block_k, max(block_k, power_of_2_from(value_dim)))
     blocks = ceil_div(key_dim, block_k)
-    make = torch.zeros if chunks.table is not None else torch.empty
-
-    def rows_of(*shape: int, dtype: torch.dtype = q.dtype) -> Tensor:
-        return make(shape, dtype=dtype, device=q.device)
-
     total = batch * num_rows
-    d_gate = rows_of(blocks + 1, total // steps, heads, dtype=torch.float32) if needs_gate else None
+    d_gate = chunks.rows_like(q, blocks + 1, total // steps, heads, dtype=torch.float32) if needs_gate else None
     pairs = pair_gradients(
         *(operands, grad, corrected, residual, gate, chunks),
         scale=scale,
@@ -263,11 +258,11 @@ def delta_gradients(
         dgate=None if d_gate is None else d_gate[blocks],
     )
     made = RowGradients(
-        rows_of(batch, num_rows // steps, heads, key_dim),
-        None if a is None else rows_of(batch, num_rows, heads, key_dim),
-        rows_of(batch, num_rows, heads, key_dim),
+        chunks.rows_like(q, batch, num_rows // steps, heads, key_dim),
+        None if a is None else chunks.rows_like(b, batch, num_rows, heads, key_dim),
+        chunks.rows_like(b, batch, num_rows, heads, key_dim),
         pairs.v,
-        None if rate is None else rows_of(blocks, total, heads, dtype=torch.float32),
+        None if rate is None else chunks.rows_like(q, blocks, total, heads, dtype=torch.float32),
         pairs.weight,
         d_gate,
     )

@@ -95,7 +95,7 @@ def delta_backward(
         products, inverse = _products(operands, plan, scale=scale, needs_inverse=True)
         _walk_forward(operands, products, plan, maps, scale=scale, states=states, corrected=(inverse, corrected))
     grad_states = torch.empty_like(states)
-    residual = _rows_like(operands.v, operands)
+    residual = plan.cut.chunks.rows_like(operands.v)
     d_initial = _walk_reverse(
         operands, products, plan, maps, grad_output, grad_final, scale=scale, output=residual, states=grad_states
     )
@@ -132,11 +132,6 @@ def _plan(operands: DeltaOperands) -> _Plan:
 
 def _is_diagonal(operands: DeltaOperands) -> bool:
     return operands.log_decay is not None and operands.log_decay.ndim == 4
-
-
-def _rows_like(x: Tensor, operands: DeltaOperands) -> Tensor:
-    """Rows that a kernel fills: zeros where those of no document are left out."""
-    return torch.empty_like(x) if operands.cu_seqlens is None else torch.zeros_like(x)
 
 
 def _chunk_states(operands: DeltaOperands, plan: _Plan) -> Tensor:

@@ -212,12 +212,11 @@ def gradients(
     q, k, v, log_decay, *_ = operands
     (batch, seq_len, heads, value_dim), key_dim = v.shape, q.shape[-1]
     block_k = tiles.block
-    make = torch.zeros if chunks.table is not None else torch.empty
-    dq, dk = (make(batch, seq_len, heads, key_dim, dtype=q.dtype, device=q.device) for _ in range(2))
+    dq, dk = (chunks.rows_like(q, batch, seq_len, heads, key_dim) for _ in range(2))
     dgate = None
     if needs_gate:
         shape = (ceil_div(key_dim, block_k), heads, batch * seq_len)
-        dgate = make(shape, dtype=torch.float32, device=q.device)
+        dgate = chunks.rows_like(q, *shape, dtype=torch.float32)
     launch(
         _gradients_kernel,
         (chunks.count * heads * ceil_div(key_dim, block_k),),

@@ -18,7 +18,6 @@ Oracle: autograd through ``chunk.py``.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -204,9 +203,11 @@ def pair_gradients(
     if dgate is not None:  # registers are then short in any case, and few wide blocks are faster than many
         block = min(2 * block, max(block, power_of_2_from(max(q.shape[-1], v.shape[-1]))))
     pairs = q.new_empty(2, chunks.count, heads, size, size)
-    make = torch.empty_like if chunks.table is None else torch.zeros_like
     made = PairGradients(
-        pairs[0], pairs[1], residual if weight is None else make(v), None if weight is None else make(weight)
+        pairs[0],
+        pairs[1],
+        residual if weight is None else chunks.rows_like(v),
+        None if weight is None else chunks.rows_like(weight),
     )
     launch(
         _pair_gradients_kernel,

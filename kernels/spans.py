@@ -43,6 +43,15 @@ class Spans:
     table: Tensor | None = None
     offsets: Tensor | None = None
 
+    def rows_like(self, x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An array of rows that a kernel fills span by span: zeros where rows of no document are left out.
+
+        Args:
+            shape, dtype: in place of those of x.
+        """
+        make = x.new_empty if self.table is None else x.new_zeros
+        return make(shape or x.shape, dtype=dtype or x.dtype)
+
 
 def batch_spans(batch: int, seq_len: int, length: int) -> Spans:
     """Spans of ``length`` tokens of each sequence; the last one of a sequence may be shorter."""
