@@ -6,7 +6,7 @@ from .availability import device_obstacle, size_obstacle
 from .chunk import chunk_scan
 from .delta_op import delta_recurrent_scan, delta_scan
 from .delta_operands import DeltaOperands
-from .delta_rows import DeltaRows, delta_rows
+from .delta_rows import delta_rows
 from .normal_form import MicroSteps, NormalForm, expand_heads, merge_write, num_micro_steps
 from .scan_operators import needs_gradient
 from .segment import Segment, merge
@@ -15,7 +15,6 @@ from .tuning_file import tuned
 __all__ = [
     "AdditiveRows",
     "DeltaOperands",
-    "DeltaRows",
     "MicroSteps",
     "NormalForm",
     "Segment",

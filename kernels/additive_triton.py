@@ -204,7 +204,9 @@ def _walk_tiles(plan: _Plan, states: Tensor | None, *, reverse: bool) -> Tiles:
     config = plan.config
     if plan.decay == DIAGONAL.value:
         return config.channel_walk
-    return config.reverse if reverse else config.walk if states is None else config.saving
+    if reverse:
+        return config.reverse
+    return config.walk if states is None or plan.decay != SCALAR.value else config.saving
 
 
 def _span_decay(inputs: WalkInputs, segments: Spans) -> Tensor | None:

@@ -22,7 +22,7 @@ pass over the levels, whose exponents they share: 1.68 against 0.86 and 0.56.
 Bytes a row and head, 16-bit, K = V = 128, C = 64: v and dO read (512), M written (896); then q, k, v, dO, S, dS and a
 float32 gate read (2560), M once a block of K (1792), dq, dk and a float32 gate gradient written (1024). Floor: 3584.
 The run for erasures has no dS (512 less), reads v, db and the gate's gradient (1024) and writes dv (256).
-Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk, L = log2 C levels.
+Shapes: B T HO HV K V, HG heads of dO or dR (HO or HV), n micro-steps a token, R = T n rows, C chunk, L = log2 C levels.
 Oracle: autograd through ``chunk.py``. Source: arXiv:2312.06635 section 4.3.
 """
 
@@ -37,16 +37,15 @@ from .channel_levels_triton import is_later, level_factors, split_gate, spread, 
 from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
-from .pair_gradients_triton import value_gradients
 from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import load_rows, load_scalars, load_step, locate_chunk
+from .tile_triton import load_rows, load_scalars, load_step, locate_chunk, value_gradients
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq"])
 def _level_pairs_kernel(
     written_ptr,  # v or U, [rows, HV, V]
-    grad_ptr,  # dO, [tokens, HV, V]; dR, [rows, HV, V], of erasures
-    v_ptr,  # [rows, HV, V]; this and the next three are None but for erasures with a weight
+    grad_ptr,  # dO, [tokens, HG, V]; dR, [rows, HG, V], of erasures
+    v_ptr,  # [rows, HO, V]; this and the next three are None but for erasures with a weight
     weight_ptr,  # [rows, HV]
     dv_ptr,  # [rows, HV, V]
     dweight_ptr,  # [rows, HV]
@@ -55,6 +54,8 @@ def _level_pairs_kernel(
     scale,
     T,
     chunks_per_seq,
+    HG: tl.constexpr,
+    HO: tl.constexpr,
     HV: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -72,6 +73,7 @@ def _level_pairs_kernel(
     steps = tl.arange(0, CHUNK)
     valid = steps < end - start
     scalars = start * HV + head
+    grad_ptr += head // (HV // HG) * V
     if weight_ptr is not None:
         weight = load_scalars(weight_ptr + scalars, steps, valid, HV)
         dweight = tl.zeros([CHUNK], dtype=tl.float32)
@@ -80,13 +82,11 @@ def _level_pairs_kernel(
     for block in tl.static_range((V + BLOCK_V - 1) // BLOCK_V):
         columns = block * BLOCK_V + tl.arange(0, BLOCK_V)
         written = load_rows(written_ptr + scalars * V, steps, valid, columns, HV * V, V, BLOCK_V)
-        grad = load_step(
-            grad_ptr + head * V, start, steps, valid, columns, HV * V, V, BLOCK_V, QUERY_STEPS, QUERY_STEPS - 1
-        )
+        grad = load_step(grad_ptr, start, steps, valid, columns, HG * V, V, BLOCK_V, QUERY_STEPS, QUERY_STEPS - 1)
         pairs = tl.dot(grad, tl.trans(written), pairs, input_precision=PRECISION)
         pairs_t = tl.dot(written, tl.trans(grad), pairs_t, input_precision=PRECISION)
         if weight_ptr is not None:
-            dweight += value_gradients(grad, v_ptr, dv_ptr, weight, scalars, steps, valid, columns, HV, V)
+            dweight += value_gradients(grad, v_ptr, dv_ptr, weight, start, head, steps, valid, columns, HO, HV, V)
     if weight_ptr is not None:
         tl.store(dweight_ptr + scalars + steps * HV, dweight.to(dweight_ptr.dtype.element_ty), mask=valid)
     # dP below the diagonal and its transpose above it: a level needs both
@@ -105,7 +105,7 @@ def _channel_gradients_kernel(
     q_ptr,  # [tokens, HQ, K]; a, [rows, HQ, K], of erasures
     k_ptr,  # [rows, HK, K]
     v_ptr,  # v or U, [rows, HV, V]
-    grad_ptr,  # dO, [tokens, HV, V]; dR, [rows, HV, V], of erasures
+    grad_ptr,  # dO, [tokens, HG, V]; dR, [rows, HG, V], of erasures
     rate_ptr,  # factor on erasures, [rows, HV], or None
     log_decay_ptr,  # [tokens, HV, K]
     pairs_ptr,  # [chunks, HV, L + 1, C, C] of _level_pairs_kernel
@@ -124,6 +124,7 @@ def _channel_gradients_kernel(
     rows,
     HQ: tl.constexpr,
     HK: tl.constexpr,
+    HG: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -152,7 +153,7 @@ def _channel_gradients_kernel(
     k_ptr += (start * HK + head // (HV // HK)) * K
     scalars = start * HV + head
     v_ptr += scalars * V
-    grad_ptr += head * V
+    grad_ptr += head // (HV // HG) * V
     tokens, query_rows = start + steps, (start + steps) // QUERY_STEPS
     mask = valid[:, None] & (columns < K)[None, :]
     mask_queries = mask & (tokens % QUERY_STEPS == QUERY_STEPS - 1)[:, None]
@@ -212,7 +213,7 @@ def _channel_gradients_kernel(
     for block in tl.static_range((V + BLOCK_V - 1) // BLOCK_V):
         v_columns = block * BLOCK_V + tl.arange(0, BLOCK_V)
         mask_state = (columns < K)[:, None] & (v_columns < V)[None, :]
-        grad = load_step(grad_ptr, start, steps, valid, v_columns, HV * V, V, BLOCK_V, QUERY_STEPS, QUERY_STEPS - 1)
+        grad = load_step(grad_ptr, start, steps, valid, v_columns, HG * V, V, BLOCK_V, QUERY_STEPS, QUERY_STEPS - 1)
         state = tl.load(states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
         from_state = tl.dot(grad, tl.trans(state), from_state, input_precision=PRECISION)
     gate = load_step(log_decay_ptr + head * K, start, steps, valid, columns, HV * K, K, BLOCK_K, STEPS, 0)
@@ -349,10 +350,10 @@ def erasure_gradients(
     """
     _, a, b, v, rate, weight, log_decay, *_ = operands
     assert log_decay is not None
-    (batch, rows, heads, _), key_dim = v.shape, b.shape[-1]
+    (batch, rows, heads, _), key_dim = residual.shape, b.shape[-1]
     made = ErasureGradients(
         None if a is None else chunks.rows_like(b, batch, rows, heads, key_dim),
-        residual if weight is None else chunks.rows_like(v),
+        residual if weight is None else chunks.rows_like(residual),
         None
         if rate is None
         else chunks.rows_like(b, ceil_div(key_dim, tiles.block), batch * rows, heads, dtype=torch.float32),
@@ -392,9 +393,10 @@ def _launch(
 ) -> None:
     """Both kernels, of queries or, without ``grad_states``, of erasures."""
     heads, value_dim, key_dim, size = v.shape[2], v.shape[3], q.shape[-1], chunks.length
-    levels = size.bit_length() - 1
+    levels, value = size.bit_length() - 1, by_value[0]
     pairs = q.new_empty(chunks.count, heads, levels + 1, size, size)
     sizes = {
+        "HG": grad.shape[2],
         "HV": heads,
         "V": value_dim,
         "CHUNK": size,
@@ -409,7 +411,7 @@ def _launch(
         _level_pairs_kernel,
         (chunks.count * heads,),
         (v, grad, *by_value, pairs, *place),
-        sizes,
+        {**sizes, "HO": heads if value is None else value.shape[2]},
         num_warps=4,
         num_stages=1,
     )

@@ -11,7 +11,7 @@ written a block at a time. Where a is b their gradients are one. Bytes a row and
 Floor: q, b, U, dO, dR, S, dS, dP and dA read (2560), dq and db written (512); a read and da written (512) where a is
 free. Two blocks of K read U, dO, dR, dP and dA twice (1024 more); b (256) and S (512; 1024 for a gate) come from the
 caches again.
-Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
+Shapes: B T HO HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: autograd through ``chunk.py``. Source: arXiv:2406.06484 section 3, arXiv:2412.06464 section 3.
 """
 
@@ -45,7 +45,7 @@ def _delta_gradients_kernel(
     a_ptr,  # [rows, HA, K], or None for b
     b_ptr,  # [rows, HB, K]
     corrected_ptr,  # U, [rows, HV, V]
-    grad_ptr,  # dO, [tokens, HV, V]
+    grad_ptr,  # dO, [tokens, HO, V]
     residual_ptr,  # dR, [rows, HV, V]
     rate_ptr,  # [rows, HV], or None for 1
     gate_ptr,  # None | [2, HV, rows] of cumulative_gate
@@ -66,6 +66,7 @@ def _delta_gradients_kernel(
     HQ: tl.constexpr,
     HA: tl.constexpr,
     HB: tl.constexpr,
+    HO: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -99,7 +100,7 @@ def _delta_gradients_kernel(
 
     q_ptr += head // (HV // HQ) * K
     b_ptr += (start * HB + head // (HV // HB)) * K
-    grad_ptr += head * V
+    grad_ptr += head // (HV // HO) * V
     corrected_ptr += (start * HV + head) * V
     residual_ptr += (start * HV + head) * V
     row_offsets = ((start * HV + head) * K) + steps[:, None] * (HV * K) + columns[None, :]
@@ -116,7 +117,7 @@ def _delta_gradients_kernel(
     for part in tl.static_range(BLOCKS_V):
         v_columns = part * BLOCK_V + tl.arange(0, BLOCK_V)
         mask_state = mask_k[:, None] & (v_columns < V)[None, :]
-        grad = load_step(grad_ptr, start, steps, valid, v_columns, HV * V, V, BLOCK_V, STEPS, STEPS - 1)
+        grad = load_step(grad_ptr, start, steps, valid, v_columns, HO * V, V, BLOCK_V, STEPS, STEPS - 1)
         state = tl.load(states_ptr + state_offset + v_columns[None, :], mask=mask_state, other=0.0)
         from_state = tl.dot(grad, tl.trans(state), from_state, input_precision=PRECISION)
     from_state *= scale
@@ -240,11 +241,12 @@ def delta_gradients(
     scale: float,
     tiles: Tiles,
     pair_tiles: Tiles,
+    pair_registers: int | None,
     needs_gate: bool,
 ) -> RowGradients:
     """Gradients of every row without a diagonal decay; rows of no document get zeros. dR becomes dv where w is 1."""
     q, a, b, v, rate, *_ = operands
-    (batch, num_rows, heads, value_dim), key_dim, steps = v.shape, q.shape[-1], operands.num_steps
+    (batch, num_rows, heads, value_dim), key_dim, steps = corrected.shape, q.shape[-1], operands.num_steps
     block_k = block_v = tiles.block
     if gate is not None:  # registers are then short in any case; otherwise narrow blocks leave room for a third program
         block_v = min(2 * block_k, max(block_k, power_of_2_from(value_dim)))
@@ -255,6 +257,7 @@ def delta_gradients(
         *(operands, grad, corrected, residual, gate, chunks),
         scale=scale,
         tiles=pair_tiles,
+        max_registers=pair_registers,
         dgate=None if d_gate is None else d_gate[blocks],
     )
     made = RowGradients(
@@ -282,6 +285,7 @@ def delta_gradients(
             "HQ": q.shape[2],
             "HA": (b if a is None else a).shape[2],
             "HB": b.shape[2],
+            "HO": v.shape[2],
             "HV": heads,
             "K": key_dim,
             "V": value_dim,

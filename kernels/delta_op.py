@@ -1,7 +1,7 @@
 """The delta family as operators of torch; see ``scan_operators``.
 
     S <- S Diag(e^{log_decay_t});   u_r = w_r v_r - r_r S a_r,   S <- S + u_r b_r^T   for each row r of token t;
-    o_t = scale * S q_t
+    o_t = scale * S q_t, summed over the blocks of a head
 
     statemix::delta_scan            output, final state, and what backward needs besides the inputs
     statemix::delta_scan_backward   gradients of q, a, b, v, rate, weight, log_decay and the initial state
@@ -27,7 +27,7 @@ from .spans import num_spans
 
 
 def delta_scan(operands: DeltaOperands, *, scale: float, recompute: bool = False) -> tuple[Tensor, Tensor]:
-    """Output [B, T, HV, V] in the dtype of q and final state [N, HV, V, K], with gradients to every tensor.
+    """Output [B, T, HO, V] in the dtype of q and final state [N, HV, V, K], with gradients to every tensor.
 
     Args:
         recompute: keep nothing for the backward pass, which then computes it once more.
@@ -77,14 +77,14 @@ def _saved_like(operands: DeltaOperands) -> list[Tensor]:
     R is divided, and compared with nothing, so no graph is tied to one length.
     """
     q, v, log_decay, cu_seqlens = operands.q, operands.v, operands.log_decay, operands.cu_seqlens
-    (batch, num_rows, num_heads, value_dim), key_dim = v.shape, q.shape[-1]
+    (batch, num_rows, _, value_dim), num_heads, key_dim = v.shape, operands.num_heads, q.shape[-1]
     config = delta_config(device_family(q.device), int(key_dim), q.dtype)
     size, num_documents = config.chunk_size, None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     num_chunks = num_spans(batch, num_rows, size, num_documents)
     keys = (batch, num_rows, num_heads, key_dim)
     saved = [
         q.new_empty(num_chunks, num_heads, key_dim, value_dim),  # states at chunk starts
-        v.new_empty(v.shape),  # u
+        v.new_empty(batch, num_rows, num_heads, value_dim),  # u
         q.new_empty(most_segments(operands, config), num_heads, key_dim, key_dim, dtype=torch.float32),  # their maps
         q.new_empty(num_chunks, num_heads, size, size),  # pairs of rows
         q.new_empty(keys),
@@ -113,7 +113,7 @@ _OPERATORS = ScanOperators(
     recurrent_name="delta_recurrent_scan",
     operands=DeltaOperands,
     schema="Tensor q, Tensor? a, Tensor b, Tensor v, Tensor? rate, Tensor? weight, Tensor? log_decay,"
-    " Tensor? initial_state, Tensor? cu_seqlens, bool reads_before_decay",
+    " Tensor? initial_state, Tensor? cu_seqlens, bool reads_before_decay, int blocks",
     forward=_forward,
     backward=_backward,
     recurrent=_recurrent,

@@ -2,9 +2,8 @@
 
 An erasure along the write key shares its row with the write: a and b are k itself where the normal form holds a rate
 beside them, and nothing is multiplied or copied. Any other direction takes two rows, first the erasure (v = 0), then
-the write (a rate of 0). Blocks of K become heads of K / blocks channels, of which each has the value of its head, and
-their read-outs are summed: value head h has the heads h blocks to (h + 1) blocks - 1. ``merge_write`` is the same for
-the torch forms.
+the write (a rate of 0). Blocks of K become heads of K / blocks channels: value head h has the heads h blocks to
+(h + 1) blocks - 1. ``merge_write`` is the same for the torch forms.
 
 Shapes: B batch, T time, n micro-steps a token, R = T n rows, H key heads, HV value heads, K key_dim, V value_dim.
 """
@@ -18,26 +17,6 @@ from .additive_rows import plain_decay
 from .chunk import decay_per_block, fold_key
 from .delta_operands import DeltaOperands
 from .normal_form import NormalForm, equal_heads, erase_then_write, expand_heads, num_micro_steps, with_rows, zero_rows
-
-
-class DeltaRows(NamedTuple):
-    """Operands of the kernels, and how to get back from their results.
-
-    Attributes:
-        operands: blocks as heads.
-        blocks: how many.
-    """
-
-    operands: DeltaOperands
-    blocks: int
-
-    def output(self, output: Tensor) -> Tensor:
-        """[B, T, HV, V] from the kernels' output."""
-        return output if self.blocks == 1 else output.unflatten(2, (-1, self.blocks)).sum(3)
-
-    def state(self, state: Tensor) -> Tensor:
-        """[N, HV, V, K] from the kernels' final state."""
-        return state if self.blocks == 1 else state.unflatten(1, (-1, self.blocks)).movedim(2, -2).flatten(-2, -1)
 
 
 class _Rows(NamedTuple):
@@ -66,7 +45,7 @@ def delta_rows(
     write: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> DeltaRows:
+) -> DeltaOperands:
     """Reduce a scan with erasures; nothing is copied for erasures along the write key with a rate, without blocks.
 
     Args:
@@ -90,14 +69,14 @@ def delta_rows(
     if blocks > 1:
         q, key = (_keys_of_blocks(x, num_heads, blocks) for x in (q, key))
         read = None if read is None else _keys_of_blocks(read, num_heads, blocks)
-        value = value.unsqueeze(3).expand(-1, -1, -1, blocks, -1).flatten(2, 3)
         if initial_state is not None:
             initial_state = fold_key(initial_state, blocks).movedim(-2, 2).flatten(1, 2)
     rate, weight = (None if x is None else _factors_of_blocks(x, blocks) for x in (rate, weight))
-    operands = DeltaOperands(
-        q, read, key, value, rate, weight, log_decay, initial_state, cu_seqlens, form.reads_before_decay
+    return DeltaOperands(
+        *(q, read, key, value, rate, weight, log_decay, initial_state, cu_seqlens),
+        reads_before_decay=form.reads_before_decay,
+        blocks=blocks,
     )
-    return DeltaRows(operands, blocks)
 
 
 def _along_the_write_key(

@@ -31,11 +31,11 @@ def delta_backward(
     needs_decay_grad: bool,
 ) -> DeltaGradients:
     """Gradients of every tensor; that of log_decay is None unless wanted."""
-    *tensors, cu_seqlens, reads_before_decay = operands
+    *tensors, cu_seqlens, reads_before_decay, blocks = operands
     tensors[-1] = _initial_state(operands)
 
     def scan(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _scan(DeltaOperands._make([*tensors, cu_seqlens, reads_before_decay]), scale=scale)
+        return _scan(DeltaOperands._make([*tensors, cu_seqlens, reads_before_decay, blocks]), scale=scale)
 
     found = gradients_by_autograd(scan, tensors, grad_output, grad_final, dtype=operands.state_dtype)
     grads = DeltaGradients._make(found)
@@ -54,12 +54,15 @@ def _initial_state(operands: DeltaOperands) -> Tensor:
 
 def _scan(operands: DeltaOperands, *, scale: float) -> tuple[Tensor, Tensor]:
     """Output and final state of operands of the dtype to compute in."""
-    q, a, b, v, rate, weight, log_decay, _, cu_seqlens, reads_before_decay = operands
-    read, value = b if a is None else a, v
+    q, a, b, v, rate, weight, log_decay, _, cu_seqlens, reads_before_decay, blocks = operands
+    read, value = b if a is None else a, expand_heads(v, operands.num_heads, dim=2)
     if rate is not None:
-        read = rate.unsqueeze(-1) * expand_heads(read, v.shape[2], dim=2)
+        read = rate.unsqueeze(-1) * expand_heads(read, operands.num_heads, dim=2)
     if weight is not None:
-        value = weight.unsqueeze(-1) * v
+        value = weight.unsqueeze(-1) * value
     value, read, key = (x.unflatten(1, (-1, operands.num_steps)) for x in (value, read, b))
     steps = MicroSteps(value, read, key, log_decay, reads_before_decay=reads_before_decay, blocks=1)
-    return chunk_scan(q, steps, _initial_state(operands), scale=scale, chunk_size=CHUNK_SIZE, cu_seqlens=cu_seqlens)
+    output, final_state = chunk_scan(
+        q, steps, _initial_state(operands), scale=scale, chunk_size=CHUNK_SIZE, cu_seqlens=cu_seqlens
+    )
+    return output.unflatten(2, (-1, blocks)).sum(3), final_state

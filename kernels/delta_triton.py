@@ -1,15 +1,16 @@
 """The delta family on a GPU: which kernels run, on which tensors, in which order. Equations stand with the kernels.
 
-    forward     [gate] -> inverse -> products -> [segments: their maps, join] -> walk
+    forward     [gate] -> inverse -> products -> [segments: their maps, join] -> walk [-> outputs]
     backward    [segments: reverse walk from zero, join] -> reverse walk -> gradients
 
 ``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_erasures`` for a diagonal one. A sequence is cut into
-segments where one walk a (head, block of V) would leave most of the device idle.
+segments where one walk a (head, block of V) would leave most of the device idle. Where heads have several blocks the
+walk makes states only, and outputs are made from them for all chunks at once, summed over the blocks.
 
 With nothing saved, backward makes the products and walks forward once more. Forward and backward neither validate nor
 know autograd: ``delta_op.py`` does. Bytes a row and head, uncut, 16-bit, K = V = 128, a = b, no decay: forward moves
 512 + 1152 + 1408 in its three kernels, three times q, k, v and o.
-Shapes: B T HQ HA HB HV K V, n micro-steps a token, R = T n rows, N sequences, C chunk.
+Shapes: B T HQ HA HB HO HV K V, n micro-steps a token, R = T n rows, N sequences, C chunk.
 """
 
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from .channel_gradients_triton import channel_gradients, erasure_gradients
 from .channel_pairs_triton import channel_erasures
 from .delta_gradients_triton import RowGradients, delta_gradients
 from .delta_operands import DeltaGradients, DeltaOperands, most_segments
+from .delta_outputs_triton import delta_outputs
 from .delta_walk_triton import DeltaWalkInputs, delta_walk, join_maps
 from .gate_triton import cumulative_gate
 from .inverse_triton import inverse_products
@@ -55,7 +57,7 @@ def delta_forward(operands: DeltaOperands, *, scale: float, save: bool) -> tuple
         save: keep products, corrected values and the state at every chunk's start; without, backward makes them again.
 
     Returns:
-        output [B, T, HV, V] in the dtype of q, final_state [N, HV, V, K] float32, saved.
+        output [B, T, HO, V] in the dtype of q, final_state [N, HV, V, K] float32, saved.
     """
     operands = operands.contiguous()
     plan = _plan(operands)
@@ -66,7 +68,7 @@ def delta_forward(operands: DeltaOperands, *, scale: float, save: bool) -> tuple
     maps = _empty_maps(operands, plan)
     if not save:
         return output, _walk_forward(operands, products, plan, maps, scale=scale, output=output), []
-    states, corrected = _chunk_states(operands, plan), torch.empty_like(operands.v)
+    states, corrected = _chunk_states(operands, plan), _empty_values(operands)
     final = _walk_forward(
         operands, products, plan, maps, scale=scale, output=output, states=states, corrected=(inverse, corrected)
     )
@@ -91,11 +93,11 @@ def delta_backward(
         products = _saved_products(operands, own)
     else:
         states, maps = _chunk_states(operands, plan), _empty_maps(operands, plan)
-        corrected = torch.empty_like(operands.v)
+        corrected = _empty_values(operands)
         products, inverse = _products(operands, plan, scale=scale, needs_inverse=True)
         _walk_forward(operands, products, plan, maps, scale=scale, states=states, corrected=(inverse, corrected))
     grad_states = torch.empty_like(states)
-    residual = plan.cut.chunks.rows_like(operands.v)
+    residual = plan.cut.chunks.rows_like(operands.v, *operands.v.shape[:2], *states.shape[1::2])
     d_initial = _walk_reverse(
         operands, products, plan, maps, grad_output, grad_final, scale=scale, output=residual, states=grad_states
     )
@@ -112,13 +114,14 @@ def delta_backward(
             scale=scale,
             tiles=plan.config.gradients,
             pair_tiles=plan.config.products,
+            pair_registers=plan.config.product_registers,
             needs_gate=needs_decay_grad and products.gate is not None,
         )
     return _gradients(grads, operands, d_initial)
 
 
 def _plan(operands: DeltaOperands) -> _Plan:
-    batch, rows, heads, value_dim = operands.v.shape
+    (batch, rows, _, value_dim), heads = operands.v.shape, operands.num_heads
     config = delta_config(device_family(operands.q.device), operands.q.shape[-1], operands.q.dtype)
     cut = cut_rows(
         batch,
@@ -135,8 +138,14 @@ def _is_diagonal(operands: DeltaOperands) -> bool:
 
 
 def _chunk_states(operands: DeltaOperands, plan: _Plan) -> Tensor:
-    heads, value_dim = operands.v.shape[2:]
-    return operands.v.new_empty(plan.cut.chunks.count, heads, operands.q.shape[-1], value_dim)
+    count, heads = plan.cut.chunks.count, operands.num_heads
+    return operands.v.new_empty(count, heads, operands.q.shape[-1], operands.v.shape[-1])
+
+
+def _empty_values(operands: DeltaOperands) -> Tensor:
+    """[B, R, HV, V], unwritten."""
+    batch, rows, _, value_dim = operands.v.shape
+    return operands.v.new_empty(batch, rows, operands.num_heads, value_dim)
 
 
 def _empty_maps(operands: DeltaOperands, plan: _Plan) -> Tensor:
@@ -144,7 +153,7 @@ def _empty_maps(operands: DeltaOperands, plan: _Plan) -> Tensor:
 
     The count is arithmetic, and may be more than there are: a compiler must know the shape for any length.
     """
-    heads, key_dim = operands.v.shape[2], operands.q.shape[-1]
+    heads, key_dim = operands.num_heads, operands.q.shape[-1]
     count = most_segments(operands, plan.config)
     return operands.q.new_empty(count, heads, key_dim, key_dim, dtype=torch.float32)
 
@@ -213,7 +222,6 @@ def _walk_forward(
 ) -> Tensor:
     """Walk every sequence, in segments where the plan says so, filling ``maps``; returns the final state."""
     inputs = _walk_inputs(operands, products, scale)
-    tiles = plan.config.walk if states is None else plan.config.saving
     final, spans, end = operands.empty_state(), plan.cut.sequences, None
     if plan.cut.segments is None:
         end = final
@@ -223,7 +231,14 @@ def _walk_forward(
         delta_walk(inputs._replace(initial=None), spans, tiles=plan.config.summary, final=updates, maps=maps)
         join_maps(operands.initial_state, updates, maps, final, spans, reverse=False)
         inputs = inputs._replace(initial=updates)
-    delta_walk(inputs, spans, tiles=tiles, output=output, states=states, final=end, corrected=corrected)
+    if operands.blocks > 1:
+        states = _chunk_states(operands, plan) if states is None else states
+        delta_walk(inputs, spans, tiles=plan.config.summary, states=states, final=end)
+        tiles = plan.config.outputs
+        delta_outputs(inputs, states, plan.cut.chunks, tiles=tiles, output=output, corrected=corrected)
+    else:
+        tiles = plan.config.walk if states is None else plan.config.saving
+        delta_walk(inputs, spans, tiles=tiles, output=output, states=states, final=end, corrected=corrected)
     return final
 
 
@@ -248,7 +263,7 @@ def _walk_reverse(
         spans = plan.cut.segments
         updates = d_initial.new_empty(spans.count, *d_initial.shape[1:])
         start = inputs._replace(initial=None)
-        delta_walk(start, spans, tiles=plan.config.summary, final=updates, reverse=True)
+        delta_walk(start, spans, tiles=plan.config.reverse, final=updates, reverse=True)
         join_maps(grad_final, updates, maps, d_initial, spans, reverse=True)
         inputs = inputs._replace(initial=updates)
     delta_walk(inputs, spans, tiles=plan.config.reverse, output=output, states=states, final=end, reverse=True)
@@ -293,7 +308,7 @@ def _gradients(grads: RowGradients, operands: DeltaOperands, d_initial: Tensor) 
         sum_groups(grads.q, operands.q.shape),
         None if grads.a is None or operands.a is None else sum_groups(grads.a, operands.a.shape),
         sum_groups(grads.b, operands.b.shape),
-        grads.v,
+        sum_groups(grads.v, operands.v.shape),
         rate,
         grads.weight,
         gate,

@@ -8,9 +8,10 @@ Reverse, last chunk first, dS at the chunk's end:
 
     dR = Q^T dO + W dS^T           dS <- dS total + scale dO^T (q reach) - dR^T (r a reach)
 
-U is stored for the gradients only: nothing in the walk waits for it. R, and dR where it meets a, are two 16-bit parts:
-with beta = 2 and a key that repeats, its terms in S cancel, and one part would lose the value beside them (0.08 of the
-output after 2048 tokens).
+U is stored for the gradients only: nothing in the walk waits for it. Where a head has several blocks the walk makes
+states only, and ``delta_outputs_triton`` the rest. R, and dR where it meets a, are two 16-bit parts: with beta = 2 and
+a key that repeats, its terms in S cancel, and one part would lose the value beside them (0.08 of the output after 2048
+tokens).
 
 A segment's map S -> S P + H, where sequences are too few to fill the device: H is the walk from zero, P the walk from
 the identity without values, both side by side in one launch: columns of P are blocks after those of V, which start from
@@ -22,7 +23,7 @@ in ``walk_triton``. Bytes a row and head, 16-bit, K = V = 128, C = 64: reads q, 
 training reads T (128), writes U (256) and states (512). Floor: q, a, W, v, Q and o. q, a, W and Q are read once a
 block of V, from the second-level cache after the first. The reverse walk reads q, a, W, dO and Q (1152), writes dR
 and dS (768). A segment adds the walks that make H and P, and 4 (K V + K K) bytes written and read for the join.
-Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
+Shapes: B T HO HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: ``chunk.py``. Source: arXiv:2406.06484 section 3, arXiv:2412.06464 section 3.
 """
 
@@ -38,12 +39,82 @@ from .spans import Spans, ceil_div, power_of_2_from
 from .tile_triton import DIAGONAL, SCALAR, load_gate_before, load_rows, load_scalars, load_step, locate, low_part
 
 
+@triton.jit
+def load_reach(
+    gate_ptr,
+    rate_ptr,
+    first,
+    head,
+    steps,
+    valid,
+    count,
+    rows,
+    HV: tl.constexpr,
+    DECAY: tl.constexpr,
+    READS_BEFORE: tl.constexpr,
+):
+    """reach, r reach of erasures, and the decay across the chunk, without a diagonal decay; r alone with one."""
+    total, reach, read_reach = 1.0, tl.full(steps.shape, 1.0, tl.float32), tl.full(steps.shape, 1.0, tl.float32)
+    if DECAY == SCALAR:
+        high_ptr = gate_ptr + head * rows + first
+        reach = tl.exp2(tl.load(high_ptr + tl.minimum(steps, count - 1)))
+        total = tl.exp2(tl.load(high_ptr + count - 1))
+        read_reach = reach
+        if READS_BEFORE:
+            before, _ = load_gate_before(gate_ptr, first, head, steps, count, rows, HV)
+            read_reach = tl.exp2(before)
+    if DECAY != DIAGONAL:
+        if rate_ptr is not None:
+            read_reach *= load_scalars(rate_ptr + first * HV, steps, valid, HV)
+    return reach, read_reach, total
+
+
+@triton.jit
+def residual_rows(
+    eraser,
+    state,
+    read_reach,
+    value_ptr,
+    weight_ptr,
+    first,
+    steps,
+    has_value,
+    columns,
+    HO: tl.constexpr,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    DECAY: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """R = w v - (r a reach) S^T of the rows ``first + steps``."""
+    residual = tl.dot(eraser, state, input_precision=PRECISION)
+    if DECAY != DIAGONAL:
+        residual *= read_reach[:, None]
+    value = load_rows(value_ptr + first * HO * V, steps, has_value, columns, HO * V, V, BLOCK_V).to(tl.float32)
+    if weight_ptr is not None:
+        value *= load_scalars(weight_ptr + first * HV, steps, has_value, HV)[:, None]
+    return value - residual
+
+
+@triton.jit
+def read_out(query, state, reach, pairs, high, low, DECAY: tl.constexpr, PRECISION: tl.constexpr):
+    """o = scale (q reach) S^T + Q R, of R in two parts for 16-bit inputs; scale is in ``reach``."""
+    output = tl.dot(query, state, input_precision=PRECISION)
+    if DECAY != DIAGONAL:
+        output *= reach[:, None]
+    output = tl.dot(pairs, high, output, input_precision=PRECISION)
+    if high.dtype != tl.float32:
+        output = tl.dot(pairs, low, output)
+    return output
+
+
 @triton.jit(do_not_specialize=["T", "spans_per_seq", "chunks_per_seq", "span", "rows"])
 def _delta_walk_kernel(
     query_ptr,  # q, [tokens, HQ, K]; q reach scale, [rows, HV, K], under a diagonal decay; None without output
     eraser_ptr,  # a, [rows, HA, K]; r a reach, [rows, HV, K], under a diagonal decay
     key_ptr,  # W, [rows, HV, K]
-    value_ptr,  # v, [rows, HV, V]; dO, [tokens, HV, V]
+    value_ptr,  # v, [rows, HO, V]; dO, [tokens, HO, V]
     pairs_ptr,  # Q, [chunks, HV, C, C]; None without output
     rate_ptr,  # [rows, HV], or None for 1
     weight_ptr,  # [rows, HV], or None for 1; forward only
@@ -64,6 +135,7 @@ def _delta_walk_kernel(
     rows,
     HQ: tl.constexpr,
     HA: tl.constexpr,
+    HO: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -97,7 +169,7 @@ def _delta_walk_kernel(
 
     eraser_ptr += head // (HV // HA) * K
     key_ptr += head * K
-    value_ptr += head * V
+    value_ptr += head // (HV // HO) * V
     if query_ptr is not None:
         query_ptr += head // (HV // HQ) * K
     if output_ptr is not None:
@@ -125,20 +197,11 @@ def _delta_walk_kernel(
         chunk_head = (first_chunk + chunk) * HV + head
         eraser = load_rows(eraser_ptr + first * HA * K, steps, valid, k_columns, HA * K, K, BLOCK_K)
         key = load_rows(key_ptr + first * HV * K, steps, valid, k_columns, HV * K, K, BLOCK_K)
-        total, reach, read_reach = 1.0, tl.full([CHUNK], 1.0, tl.float32), tl.full([CHUNK], 1.0, tl.float32)
-        if DECAY == SCALAR:
-            high_ptr = gate_ptr + head * rows + first
-            reach = tl.exp2(tl.load(high_ptr + tl.minimum(steps, count - 1)))
-            total = tl.exp2(tl.load(high_ptr + count - 1))
-            read_reach = reach
-            if READS_BEFORE:
-                before, _ = load_gate_before(gate_ptr, first, head, steps, count, rows, HV)
-                read_reach = tl.exp2(before)
-        elif DECAY == DIAGONAL:
+        reach, read_reach, total = load_reach(
+            gate_ptr, rate_ptr, first, head, steps, valid, count, rows, HV, DECAY, READS_BEFORE
+        )
+        if DECAY == DIAGONAL:
             total = tl.load(gate_ptr + chunk_head * K + k_columns, mask=mask_k, other=0.0)[:, None]
-        if DECAY != DIAGONAL:
-            if rate_ptr is not None:
-                read_reach *= load_scalars(rate_ptr + first * HV, steps, valid, HV)
         reach *= scale
         if states_ptr is not None:
             place = states_ptr + chunk_head * K * V + k_columns[:, None] * V + v_columns[None, :]
@@ -146,7 +209,7 @@ def _delta_walk_kernel(
         mask_rows = valid[:, None] & mask_v[None, :]
 
         if REVERSE:
-            value = load_step(value_ptr, first, steps, valid, v_columns, HV * V, V, BLOCK_V, STEPS, STEPS - 1)
+            value = load_step(value_ptr, first, steps, valid, v_columns, HO * V, V, BLOCK_V, STEPS, STEPS - 1)
             residual = tl.dot(key, state.to(dtype), input_precision=PRECISION)
             pairs = tl.load(pairs_ptr + chunk_head * CHUNK * CHUNK + steps[None, :] * CHUNK + steps[:, None])
             residual = tl.dot(pairs, value, residual, input_precision=PRECISION)
@@ -168,31 +231,36 @@ def _delta_walk_kernel(
                 low = low_part(residual, high)
                 state = tl.dot(tl.trans(eraser), low, state)
         else:
-            residual = tl.dot(eraser, state.to(dtype), input_precision=PRECISION)
-            if DECAY != DIAGONAL:
-                residual *= read_reach[:, None]
             has_value = valid
             if maps_ptr is not None:
                 has_value = valid & (pid % BLOCKS < BLOCKS_V)
-            value = load_rows(value_ptr + first * HV * V, steps, has_value, v_columns, HV * V, V, BLOCK_V)
-            value = value.to(tl.float32)
-            if weight_ptr is not None:
-                value *= load_scalars(weight_ptr + first * HV, steps, valid, HV)[:, None]
-            residual = value - residual
+            residual = residual_rows(
+                eraser,
+                state.to(dtype),
+                read_reach,
+                value_ptr,
+                weight_ptr,
+                first,
+                steps,
+                has_value,
+                v_columns,
+                HO,
+                HV,
+                V,
+                BLOCK_V,
+                DECAY,
+                PRECISION,
+            )
             high = residual.to(dtype)
+            low = high
             if dtype != tl.float32:
                 low = low_part(residual, high)
             if output_ptr is not None:
                 query = load_step(
                     query_ptr, first, steps, valid, k_columns, HQ * K, K, BLOCK_K, QUERY_STEPS, QUERY_STEPS - 1
                 )
-                output = tl.dot(query, state.to(dtype), input_precision=PRECISION)
-                if DECAY != DIAGONAL:
-                    output *= reach[:, None]
                 pairs = tl.load(pairs_ptr + chunk_head * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :])
-                output = tl.dot(pairs, high, output, input_precision=PRECISION)
-                if dtype != tl.float32:
-                    output = tl.dot(pairs, low, output)
+                output = read_out(query, state.to(dtype), reach, pairs, high, low, DECAY, PRECISION)
                 row = first + steps
                 mask = mask_rows
                 if STEPS > 1:
@@ -316,8 +384,8 @@ def delta_walk(
         maps: where P of every span goes; forward only, and from no initial state.
         corrected: T, and where U goes.
     """
-    heads, value_dim = inputs.value.shape[2:]
-    key_dim, chunk_size = inputs.key.shape[-1], inputs.pairs.shape[-1]
+    value_dim, chunk_size = inputs.value.shape[-1], inputs.pairs.shape[-1]
+    heads, key_dim = inputs.key.shape[2:]
     has_output = output is not None
     inverse, corrected_rows = corrected if corrected is not None else (None, None)
     blocks = ceil_div(value_dim, tiles.block) + (0 if maps is None else ceil_div(key_dim, tiles.block))
@@ -351,6 +419,7 @@ def delta_walk(
         {
             "HQ": inputs.query.shape[2],
             "HA": inputs.eraser.shape[2],
+            "HO": inputs.value.shape[2],
             "HV": heads,
             "K": key_dim,
             "V": value_dim,
@@ -374,7 +443,7 @@ def join_maps(
 ) -> None:
     """Turn the updates of segments into the states they start from, in place, and fill ``final``."""
     num_sequences, heads, value_dim, key_dim = final.shape
-    block_v = 16
+    block_v, family = 16, device_family(final.device)
     launch(
         _join_maps_kernel,
         (num_sequences * heads * ceil_div(value_dim, block_v),),
@@ -387,8 +456,8 @@ def join_maps(
             "BLOCK_K": max(16, power_of_2_from(key_dim)),
             "BLOCK": 32,
             "REVERSE": reverse,
-            "PRECISION": products_in(final.dtype, device_family(final.device)),
+            "PRECISION": products_in(final.dtype, family),
         },
-        num_warps=4,
-        num_stages=1,
+        num_warps=8,
+        num_stages=1 if family == "gfx942" else 3,  # which has 64 KB of shared memory
     )

@@ -257,14 +257,14 @@ def _products_kernel(
         if not READS_BEFORE:
             high, low, high_end, low_end = load_gate(gate_ptr, start, head, steps, count, rows, HV)
             rest = tl.exp2(high_end - high + (low_end - low))[:, None]
-            factor = tl.exp2(tl.where(not_earlier, between(high, low, high, low, True), 0.0))
-            pairs *= factor
+            pairs *= tl.exp2(tl.where(not_earlier, between(high, low, high, low, True), 0.0))
     tl.store(pairs_ptr + place, pairs.to(dtype))
     if narrow_ptr is not None:
-        inverse = tl.load(inverse_ptr + place)  # anew: kept through the products, it would spill
+        inverse = tl.load(inverse_ptr + place)  # anew, and the gate: kept through the products, they would spill
         if DECAY == SCALAR:
             if not READS_BEFORE:
-                inverse *= factor
+                high, low, _, _ = load_gate(gate_ptr, start, head, steps, count, rows, HV)
+                inverse *= tl.exp2(tl.where(not_earlier, between(high, low, high, low, True), 0.0))
         tl.store(narrow_ptr + place, inverse.to(dtype))
     # the transpose is loaded, not made: that of a tile just cast goes wrong on Hopper
     inverse = tl.load(inverse_ptr + (chunk * HV + head) * CHUNK * CHUNK + steps[None, :] * CHUNK + steps[:, None])
@@ -318,14 +318,14 @@ def inverse_products(
     inverse = _launch_inverse(operands, channels, gate, chunks)
     made = InverseProducts(
         operands.q.new_empty(inverse.shape),
-        operands.q.new_empty(*operands.b.shape[:2], operands.v.shape[2], operands.q.shape[-1]),
+        operands.q.new_empty(*operands.b.shape[:2], operands.num_heads, operands.q.shape[-1]),
         operands.q.new_empty(inverse.shape) if needs_inverse else None,
     )
     b = operands.b if channels is None else channels.rest
     given = (operands.q, b, gate, None) if channels is None else (None, b, None, channels.pairs)
     launch(
         _products_kernel,
-        (chunks.count * operands.v.shape[2],),
+        (chunks.count * operands.num_heads,),
         (
             *(*given, inverse, *made),
             chunks.table,
@@ -364,7 +364,7 @@ def _launch_inverse(
         a = b = channels.rest  # for its heads
     elif _has_inner_decay(operands):
         given, decay = (a, b, rate, gate, None), SCALAR.value
-    inverse = b.new_empty(chunks.count, operands.v.shape[2], size, size, dtype=torch.float32)
+    inverse = b.new_empty(chunks.count, operands.num_heads, size, size, dtype=torch.float32)
     float16_parts = decay == NO_DECAY.value and not is_wide and family.startswith("sm_")
     launch(
         _inverse_kernel,
@@ -393,7 +393,7 @@ def _has_inner_decay(operands: DeltaOperands) -> bool:
 def _sizes(operands: DeltaOperands, chunks: Spans) -> dict[str, Any]:
     q = operands.q
     return {
-        "HV": operands.v.shape[2],
+        "HV": operands.num_heads,
         "K": q.shape[-1],
         "CHUNK": chunks.length,
         "PRECISION": products_in(q.dtype, device_family(q.device)),

@@ -62,7 +62,7 @@ class AdditiveConfig(_Row):
     Attributes:
         chunk_size: tokens a chunk.
         walk: blocks over value_dim of the walk that makes outputs.
-        saving: the same while it saves the state of every chunk.
+        saving: the same while it saves the state of every chunk, under a scalar gate.
         reverse: the same in the reverse walk.
         channel_walk: the same, all three, under a diagonal decay.
         summary: blocks over value_dim of the walk that makes states only.
@@ -94,17 +94,19 @@ class DeltaConfig(_Row):
 
     Attributes:
         chunk_size: micro-steps a chunk.
-        products: blocks over key_dim of the products with the inverse, and over value_dim of the gradients of pairs;
-            of those of a gate over both, up to twice as wide.
+        products: blocks over key_dim of the products with the inverse; up to twice as wide, over value_dim of the
+            gradients of pairs, and over both of those of a gate.
         walk: blocks over value_dim of the walk that makes outputs.
         saving: the same while it saves what the gradients need.
-        reverse: the same in the reverse walk.
-        summary: blocks over value_dim of the walk that makes states only, and over key_dim of the maps beside it.
+        reverse: the same in the reverse walks.
+        summary: blocks over value_dim of a walk that makes states only, and over key_dim of the maps beside it.
+        outputs: blocks over value_dim of the outputs made from those states.
         gradients: blocks over key_dim.
         channel_pairs: blocks over key_dim; diagonal decay.
         channel_gradients: blocks over key_dim; diagonal decay.
         fill: programs that keep the device busy; see ``CutRule``.
-        product_registers: the most that a thread of the products takes; None for no limit.
+        product_registers: the most that a thread of the products, or of the gradients of pairs, takes; None for no
+            limit.
     """
 
     USUAL_FILL: ClassVar[int] = 128
@@ -117,6 +119,7 @@ class DeltaConfig(_Row):
     saving: Tiles
     reverse: Tiles
     summary: Tiles
+    outputs: Tiles
     gradients: Tiles
     channel_pairs: Tiles
     channel_gradients: Tiles
@@ -130,7 +133,7 @@ _NVIDIA_16_BIT = {
     128: AdditiveConfig(
         chunk_size=64,
         walk=Tiles(64, 4, 2),
-        saving=Tiles(64, 4, 3),
+        saving=Tiles(64, 4, 1),
         reverse=Tiles(64, 4, 2),
         channel_walk=Tiles(64, 4, 3),
         summary=Tiles(64, 4, 3),
@@ -151,6 +154,10 @@ _NVIDIA_16_BIT = {
         channel_pairs=Tiles(64, 4, 1),
         channel_gradients=Tiles(64, 4, 1),
     ),
+}
+# Two loads in flight take more than its shared memory under Triton 3.4, which keeps copies of operands there.
+_BLACKWELL_16_BIT = _NVIDIA_16_BIT | {
+    256: replace(_NVIDIA_16_BIT[256], walk=Tiles(64, 8, 1), saving=Tiles(64, 8, 1), reverse=Tiles(64, 8, 1))
 }
 # 64 KB of shared memory: no loads in flight, and shorter chunks for wide heads.
 _CDNA3_16_BIT = {
@@ -174,7 +181,7 @@ def additive_config(family: Family, key_dim: int, value_dim: int, dtype: torch.d
     elif dtype == torch.float32:
         rows = _FLOAT32
     else:
-        rows = _CDNA3_16_BIT if family == "gfx942" else _NVIDIA_16_BIT
+        rows = {"sm_100": _BLACKWELL_16_BIT, "gfx942": _CDNA3_16_BIT}.get(family, _NVIDIA_16_BIT)
     return next(row for largest, row in rows.items() if key_dim <= largest)
 
 
@@ -182,10 +189,11 @@ _DELTA_NVIDIA_16_BIT = {
     128: DeltaConfig(
         chunk_size=64,
         products=Tiles(64, 4, 1),
-        walk=Tiles(64, 4, 1),
+        walk=Tiles(64, 4, 3),
         saving=Tiles(64, 4, 1),
         reverse=Tiles(64, 4, 3),
-        summary=Tiles(64, 4, 3),
+        summary=Tiles(64, 4, 2),
+        outputs=Tiles(64, 4, 1),
         gradients=Tiles(64, 4, 1),
         channel_pairs=Tiles(64, 4, 3),
         channel_gradients=Tiles(64, 4, 3),

@@ -12,7 +12,7 @@ out.
 Work split: one program a (chunk, head). Bytes a row and head, 16-bit, K = V = 128, C = 64: reads U, dO, dR (768; v for
 dw, 256), writes dP, dA and dv (512), which is the floor; under a scalar decay also the gate (8), for whose gradient q,
 a and b (768; 512 where a is b), and 4 written.
-Shapes: B T HV K V, n micro-steps a token, R = T n rows, C chunk.
+Shapes: B T HO HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: autograd through ``chunk.py``.
 """
 
@@ -36,27 +36,18 @@ from .tile_triton import (
     load_scalars,
     load_step,
     locate_chunk,
+    value_gradients,
 )
-
-
-@triton.jit
-def value_gradients(residual, v_ptr, dv_ptr, weight, offset, steps, valid, columns, HV: tl.constexpr, V: tl.constexpr):
-    """Store columns of dv = w dR, and return their share of dw = v^T dR."""
-    mask = valid[:, None] & (columns < V)[None, :]
-    place = offset * V + steps[:, None] * (HV * V) + columns[None, :]
-    tl.store(dv_ptr + place, (residual * weight[:, None]).to(dv_ptr.dtype.element_ty), mask=mask)
-    v = tl.load(v_ptr + place, mask=mask, other=0.0)
-    return tl.sum(residual.to(tl.float32) * v, axis=1)
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
 def _pair_gradients_kernel(
     q_ptr,  # [tokens, HQ, K]; read for the gate only, as are a and b
-    a_ptr,  # [rows, HA, K]
+    a_ptr,  # [rows, HA, K], or None for b
     b_ptr,  # [rows, HB, K]
-    v_ptr,  # [rows, HV, V]
+    v_ptr,  # [rows, HO, V]
     corrected_ptr,  # U, [rows, HV, V]
-    grad_ptr,  # dO, [tokens, HV, V]
+    grad_ptr,  # dO, [tokens, HO, V]
     residual_ptr,  # dR, [rows, HV, V]
     rate_ptr,  # [rows, HV], or None for 1
     weight_ptr,  # [rows, HV], or None for 1: then dR is dv
@@ -74,6 +65,7 @@ def _pair_gradients_kernel(
     HQ: tl.constexpr,
     HA: tl.constexpr,
     HB: tl.constexpr,
+    HO: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -96,7 +88,7 @@ def _pair_gradients_kernel(
     EXACT: tl.constexpr = dtype == tl.float32
     before, not_later = steps[:, None] < steps[None, :], steps[:, None] <= steps[None, :]  # rows j, columns i
     scalars = start * HV + head
-    grad_ptr += head * V
+    grad_ptr += head // (HV // HO) * V
     corrected_ptr += scalars * V
     residual_ptr += scalars * V
 
@@ -108,12 +100,12 @@ def _pair_gradients_kernel(
     for block in tl.static_range((V + BLOCK - 1) // BLOCK):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         u = load_rows(corrected_ptr, steps, valid, columns, HV * V, V, BLOCK)
-        grad = load_step(grad_ptr, start, steps, valid, columns, HV * V, V, BLOCK, STEPS, STEPS - 1)
+        grad = load_step(grad_ptr, start, steps, valid, columns, HO * V, V, BLOCK, STEPS, STEPS - 1)
         residual = load_rows(residual_ptr, steps, valid, columns, HV * V, V, BLOCK)
         reads = tl.dot(u, tl.trans(grad), reads, input_precision=PRECISION)
         erasures = tl.dot(u, tl.trans(residual), erasures, input_precision=PRECISION)
         if weight_ptr is not None:
-            dweight += value_gradients(residual, v_ptr, dv_ptr, weight, scalars, steps, valid, columns, HV, V)
+            dweight += value_gradients(residual, v_ptr, dv_ptr, weight, start, head, steps, valid, columns, HO, HV, V)
     if weight_ptr is not None:
         place = dweight_ptr + scalars + steps * HV
         tl.store(place, dweight.to(dweight_ptr.dtype.element_ty), mask=valid)
@@ -135,14 +127,17 @@ def _pair_gradients_kernel(
         if rate_ptr is not None:
             erasures *= load_scalars(rate_ptr + scalars, steps, valid, HV)[None, :]
         q_ptr += head // (HV // HQ) * K
-        a_ptr += (start * HA + head // (HV // HA)) * K
+        if a_ptr is not None:
+            a_ptr += (start * HA + head // (HV // HA)) * K
         b_ptr += (start * HB + head // (HV // HB)) * K
         read_products = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
         erase_products = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
         for block in tl.static_range((K + BLOCK - 1) // BLOCK):
             columns = block * BLOCK + tl.arange(0, BLOCK)
             b = load_rows(b_ptr, steps, valid, columns, HB * K, K, BLOCK)
-            a = load_rows(a_ptr, steps, valid, columns, HA * K, K, BLOCK)
+            a = b
+            if a_ptr is not None:
+                a = load_rows(a_ptr, steps, valid, columns, HA * K, K, BLOCK)
             q = load_step(q_ptr, start, steps, valid, columns, HQ * K, K, BLOCK, STEPS, STEPS - 1)
             read_products = tl.dot(b, tl.trans(q), read_products, input_precision=PRECISION)
             erase_products = tl.dot(b, tl.trans(a), erase_products, input_precision=PRECISION)
@@ -191,22 +186,24 @@ def pair_gradients(
     *,
     scale: float,
     tiles: Tiles,
+    max_registers: int | None,
     dgate: Tensor | None,
 ) -> PairGradients:
     """Gradients of pairs of rows, without a diagonal decay; rows of no document get zeros.
 
     Args:
+        tiles: of the products; blocks are up to twice as wide.
+        max_registers: unless a gate gets its gradient, which would spill.
         dgate: [B T, HV] float32 to fill with what the pairs give to a scalar gate, or None.
     """
     q, a, b, v, rate, weight, *_ = operands
-    a, heads, size, block = b if a is None else a, v.shape[2], chunks.length, tiles.block
-    if dgate is not None:  # registers are then short in any case, and few wide blocks are faster than many
-        block = min(2 * block, max(block, power_of_2_from(max(q.shape[-1], v.shape[-1]))))
+    heads, size = operands.num_heads, chunks.length
+    block = min(2 * tiles.block, max(tiles.block, power_of_2_from(max(q.shape[-1], v.shape[-1]))))
     pairs = q.new_empty(2, chunks.count, heads, size, size)
     made = PairGradients(
         pairs[0],
         pairs[1],
-        residual if weight is None else chunks.rows_like(v),
+        residual if weight is None else chunks.rows_like(residual),
         None if weight is None else chunks.rows_like(weight),
     )
     launch(
@@ -223,8 +220,9 @@ def pair_gradients(
         ),
         {
             "HQ": q.shape[2],
-            "HA": a.shape[2],
+            "HA": (b if a is None else a).shape[2],
             "HB": b.shape[2],
+            "HO": v.shape[2],
             "HV": heads,
             "K": q.shape[-1],
             "V": v.shape[-1],
@@ -237,5 +235,6 @@ def pair_gradients(
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        max_registers=max_registers if dgate is None else None,
     )
     return made

@@ -7,7 +7,7 @@ One kernel runs both: additive is one row a token, b = k, that erases nothing. U
 of a token reads the state from before its decay.
 
 Work split: one program a (block of V, head, sequence); the state is a float32 tile [BLOCK_V, K] in registers. No tensor
-core is used, so long prompts belong to the chunk form. Shapes: B T HV K V, N sequences, n rows a token.
+core is used, so long prompts belong to the chunk form. Shapes: B T HO HV K V, N sequences, n rows a token.
 
 Bytes a token and head, for elements of e bytes. Floor, every tensor once: e (1 + n) (K + V), e n K more for an a of its
 own, 4 n each for rate and weight, 4 or 4 K for the gate. Every block of V asks for all but v and o again, and every
@@ -41,7 +41,7 @@ def _recurrent_kernel(
     q_ptr,  # [tokens, HQ, K]
     a_ptr,  # [tokens * n, HA, K], or None for b
     b_ptr,  # [tokens * n, HB, K]
-    v_ptr,  # [tokens * n, HV, V]
+    v_ptr,  # [tokens * n, HO, V]
     rate_ptr,  # [tokens * n, HV], or None for 1
     weight_ptr,  # [tokens * n, HV], or None for 1
     log_decay_ptr,  # None | [HV] | [tokens, HV] | [tokens, HV, K]
@@ -55,6 +55,7 @@ def _recurrent_kernel(
     HQ: tl.constexpr,
     HA: tl.constexpr,
     HB: tl.constexpr,
+    HO: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -96,7 +97,7 @@ def _recurrent_kernel(
         for step in tl.static_range(NUM_STEPS):
             row = token * NUM_STEPS + step
             b = _load_row(b_ptr, row, head, columns, mask, HB, HV, K)
-            u = _load_row(v_ptr, row, head, v_columns, mask_v, HV, HV, V)
+            u = _load_row(v_ptr, row, head, v_columns, mask_v, HO, HV, V)
             if weight_ptr is not None:
                 u *= tl.load(weight_ptr + row * HV + head).to(tl.float32)
             if ERASES:
@@ -122,18 +123,20 @@ def recurrent_forward(operands: AdditiveOperands, *, scale: float) -> tuple[Tens
 
 
 def delta_recurrent_forward(operands: DeltaOperands, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [B, T, HV, V] in the dtype of q, final state [N, HV, V, K] float32."""
+    """Output [B, T, HO, V] in the dtype of q, final state [N, HV, V, K] float32."""
     return _forward(operands, scale=scale, erases=True)
 
 
 def _forward(operands: DeltaOperands, *, scale: float, erases: bool) -> tuple[Tensor, Tensor]:
-    q, a, b, v, rate, weight, log_decay, initial_state, cu_seqlens, reads_before_decay = operands.contiguous()
-    (batch, seq_len, _, key_dim), (heads, value_dim) = q.shape, v.shape[2:]
+    q, a, b, v, rate, weight, log_decay, initial_state, cu_seqlens, reads_before_decay, blocks = operands.contiguous()
+    (batch, seq_len, _, key_dim), value_dim, heads = q.shape, v.shape[-1], operands.num_heads
     if cu_seqlens is None:
         spans = Spans(seq_len, seq_len, per_sequence=1, count=batch)
     else:
         spans = whole_documents(cu_seqlens, seq_len, 16)
     output, final = operands.empty_output(), operands.empty_state()
+    if blocks > 1:
+        output = final.new_empty(batch, seq_len, heads, value_dim)
     if cu_seqlens is not None:
         output.zero_()  # no program has the rows after the last document
     block_k = max(16, power_of_2_from(key_dim))
@@ -154,6 +157,7 @@ def _forward(operands: DeltaOperands, *, scale: float, erases: bool) -> tuple[Te
             "HQ": q.shape[2],
             "HA": b.shape[2] if a is None else a.shape[2],
             "HB": b.shape[2],
+            "HO": v.shape[2],
             "HV": heads,
             "K": key_dim,
             "V": value_dim,
@@ -167,4 +171,6 @@ def _forward(operands: DeltaOperands, *, scale: float, erases: bool) -> tuple[Te
         num_warps=4,
         num_stages=1,
     )
+    if blocks > 1:
+        output = output.unflatten(2, (-1, blocks)).sum(3).to(q.dtype)
     return output, final

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .availability import DTYPES, is_interpreted
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), bool, int))
 
 
 class Forward(Protocol):
@@ -234,7 +234,7 @@ def needs_gradient(tensors: Iterable[Tensor | None]) -> bool:
     return False
 
 
-def is_traced(operands: Iterable[Tensor | bool | None]) -> bool:
+def is_traced(operands: Iterable[Tensor | int | None]) -> bool:
     """A compiler, a dispatch mode or a subclass of tensors watches: it must see an operator.
 
     Otherwise the kernels are called at once. An operator with gradients takes some 0.1 ms more of Python, longer than

@@ -141,13 +141,15 @@ class CutRule:
         return self.fill >= self.fewest * programs and self.segment_length(rows, programs) < rows
 
     def most_segments(self, batch: int, rows: int, programs: int, num_documents: int | None) -> int:
-        """Room to keep for segments: none where sequences fill the device. Nothing is compared: sizes may be symbolic.
+        """Room to keep for segments: none where nothing ``is_cut``. Nothing is compared: sizes may be symbolic.
 
         Args:
             programs: that walk all sequences side by side.
         """
+        length = self.segment_length(rows, programs)
         has_room = torch.sym_min(self.fill // (self.fewest * torch.sym_max(programs, 1)), 1)
-        return has_room * num_spans(batch, rows, self.segment_length(rows, programs), num_documents)
+        is_longer = torch.sym_min(torch.sym_max(rows - length, 0), 1)
+        return has_room * is_longer * num_spans(batch, rows, length, num_documents)
 
 
 def cut_rows(batch: int, rows: int, offsets: Tensor | None, programs: int, rule: CutRule) -> Cut:

@@ -101,6 +101,30 @@ def load_scalars(ptr, steps, valid, STRIDE: tl.constexpr):
 
 
 @triton.jit
+def value_gradients(
+    residual,
+    v_ptr,
+    dv_ptr,
+    weight,
+    start,
+    head,
+    steps,
+    valid,
+    columns,
+    HO: tl.constexpr,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+):
+    """Store columns of dv = w dR, and return their share of dw = v^T dR; v has HO heads, dv has HV."""
+    mask = valid[:, None] & (columns < V)[None, :]
+    place = ((start + steps) * HV + head)[:, None] * V + columns[None, :]
+    tl.store(dv_ptr + place, (residual * weight[:, None]).to(dv_ptr.dtype.element_ty), mask=mask)
+    place = ((start + steps) * HO + head // (HV // HO))[:, None] * V + columns[None, :]
+    v = tl.load(v_ptr + place, mask=mask, other=0.0)
+    return tl.sum(residual.to(tl.float32) * v, axis=1)
+
+
+@triton.jit
 def bounded(log_decay):
     """A log decay in base 2, finite, so that no sum of them is -inf - -inf. A maximum would hide a NaN."""
     return tl.where(log_decay < LEAST_LOG_DECAY, LEAST_LOG_DECAY, log_decay) * LOG2_E

@@ -23,6 +23,7 @@ DECAYS: tuple[Decay, ...] = ("none", "fixed", "scalar", "diagonal")
 DELTA_DECAYS: tuple[Decay, ...] = ("none", "scalar", "diagonal")
 FLOAT32_SIZES = ((128, 128), (64, 64), (256, 256), (512, 512), (24, 40))
 HEAD_SIZES = (*FLOAT32_SIZES, (128, 64), (64, 128), (100, 20), (16, 16))
+BLOCK_SIZES = ((128, 128), (64, 64), (64, 128), (256, 256), (512, 512), (24, 40))
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Configuration:
         is_tied: a is b.
         reads_before_decay: the first row of a token reads the state before its decay.
         has_factors: a rate and a weight for every row.
+        blocks: of the heads that share a value.
     """
 
     kernels: str
@@ -80,6 +82,7 @@ class Configuration:
     is_tied: bool = True
     reads_before_decay: bool = False
     has_factors: bool = True
+    blocks: int = 1
 
 
 def configurations() -> Iterator[Configuration]:
@@ -121,6 +124,19 @@ def _delta_configurations() -> Iterator[Configuration]:
         grouped = Configuration("delta", decay, 24, 40, gate_dtype=torch.bfloat16, layout=GROUPED_HEADS)
         yield grouped
         yield replace(grouped, num_steps=3, is_tied=False, is_packed=True)
+        yield from _block_configurations(decay)
+
+
+def _block_configurations(decay: Decay) -> Iterator[Configuration]:
+    """Two blocks a head: of the usual sizes, and at 128 what else outputs depend on."""
+    for key_dim, value_dim in BLOCK_SIZES:
+        yield Configuration("delta", decay, key_dim, value_dim, blocks=2)
+    usual = Configuration("delta", decay, 128, 128, blocks=2)
+    yield replace(usual, dtype=torch.float32)
+    yield replace(usual, num_steps=2, is_tied=False, has_factors=False, has_state=False, saves=False)
+    yield replace(usual, layout=FEW_HEADS, is_packed=True)
+    if decay != "none":
+        yield replace(usual, reads_before_decay=True)
 
 
 def _delta_recurrent_configurations() -> Iterator[Configuration]:
@@ -156,6 +172,8 @@ def label(configuration: Configuration) -> str:
     words.append(f"HQ{c.layout.query_heads} HK{c.layout.key_heads} HV{c.layout.value_heads}")
     if c.num_steps > 1:
         words.append(f"n{c.num_steps}")
+    if c.blocks > 1:
+        words.append(f"blocks{c.blocks}")
     said = {"packed": c.is_packed, "state": c.has_state, "saved": c.saves, "16-bit gate": c.gate_dtype != torch.float32}
     said |= {"free": not c.is_tied, "reads before decay": c.reads_before_decay, "no factors": not c.has_factors}
     return " ".join(words + [word for word, holds in said.items() if holds])
@@ -216,13 +234,14 @@ def _delta_inputs(c: Configuration) -> DeltaOperands:
         q=_empty(batch, seq_len, c.layout.query_heads, c.key_dim, dtype=c.dtype),
         a=None if c.is_tied else _empty(*rows, heads, c.key_dim, dtype=c.dtype),
         b=_empty(*rows, c.layout.key_heads, c.key_dim, dtype=c.dtype),
-        v=_empty(*rows, heads, c.value_dim, dtype=c.dtype),
+        v=_empty(*rows, heads // c.blocks, c.value_dim, dtype=c.dtype),
         rate=_empty(*rows, heads, dtype=c.gate_dtype) if c.has_factors else None,
         weight=_empty(*rows, heads, dtype=c.gate_dtype) if c.has_factors else None,
         log_decay=_log_decay(c),
         initial_state=_initial_state(c),
         cu_seqlens=_cu_seqlens(c),
         reads_before_decay=c.reads_before_decay,
+        blocks=c.blocks,
     )
 
 

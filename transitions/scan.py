@@ -209,18 +209,18 @@ def _run_triton(
     if initial is not None:
         initial = initial.to(torch.promote_types(q.dtype, torch.float32))
     if lowered.erase is not None:
-        rows = delta_rows(q, k, v, lowered, write=write, initial_state=initial, cu_seqlens=cu_seqlens)
+        operands = delta_rows(q, k, v, lowered, write=write, initial_state=initial, cu_seqlens=cu_seqlens)
         if is_recurrent:
-            output, state = delta_recurrent_scan(rows.operands, scale=scale)
+            output, state = delta_recurrent_scan(operands, scale=scale)
         else:
-            output, state = delta_scan(rows.operands, scale=scale, recompute=recompute)
-        return ScanResult(rows.output(output), rows.state(state))
+            output, state = delta_scan(operands, scale=scale, recompute=recompute)
+        return ScanResult(output, operands.whole_state(state))
     plain = additive_rows(q, k, v, lowered, write=write, cu_seqlens=cu_seqlens)
-    operands = (plain.q, plain.k, plain.v, plain.log_decay, initial, plain.cu_seqlens)
+    tensors = (plain.q, plain.k, plain.v, plain.log_decay, initial, plain.cu_seqlens)
     if is_recurrent:
-        output, state = recurrent_scan(*operands, scale=scale)
+        output, state = recurrent_scan(*tensors, scale=scale)
     else:
-        output, state = additive_scan(*operands, scale=scale, recompute=recompute)
+        output, state = additive_scan(*tensors, scale=scale, recompute=recompute)
     return ScanResult(plain.tokens(output), state)
 
 

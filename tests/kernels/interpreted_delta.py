@@ -42,6 +42,7 @@ def draw_delta(
     dtype: torch.dtype = torch.float32,
     gate_dtype: torch.dtype = torch.float32,
     gate: Callable[[Shape], Tensor] = lambda shape: -torch.rand(shape),
+    blocks: int = 1,
 ) -> DeltaOperands:
     """Operands of a scan, leaves that require gradients.
 
@@ -54,6 +55,7 @@ def draw_delta(
         absent: names of operands that are None, of a, rate, weight and initial_state.
         gate_dtype: of rate, weight and log_decay.
         gate: log_decay of a shape.
+        blocks: of the HV heads that share a value.
     """
     (num_q, num_a, num_b, num_v), (key_dim, value_dim) = heads, dims
     num_rows, num_states = seq_len * num_steps, batch if documents is None else len(documents) - 1
@@ -70,13 +72,14 @@ def draw_delta(
         q=leaf(torch.randn(batch, seq_len, num_q, key_dim), dtype),
         a=unless_absent("a", F.normalize(torch.randn(batch, num_rows, num_a, key_dim), dim=-1), dtype),
         b=leaf(F.normalize(torch.randn(batch, num_rows, num_b, key_dim), dim=-1), dtype),
-        v=leaf(torch.randn(batch, num_rows, num_v, value_dim), dtype),
+        v=leaf(torch.randn(batch, num_rows, num_v // blocks, value_dim), dtype),
         rate=unless_absent("rate", highest_rate * torch.rand(batch, num_rows, num_v), gate_dtype),
         weight=unless_absent("weight", torch.rand(batch, num_rows, num_v), gate_dtype),
         log_decay=leaf(gate(gates[decay]), gate_dtype) if decay in gates else None,
         initial_state=unless_absent("initial_state", torch.randn(num_states, num_v, value_dim, key_dim), torch.float32),
         cu_seqlens=None if documents is None else torch.tensor(documents, dtype=torch.int32),
         reads_before_decay=reads_before_decay,
+        blocks=blocks,
     )
 
 
@@ -87,12 +90,14 @@ def oracle(operands: DeltaOperands, scale: float) -> tuple[Tensor, Tensor]:
     """
     rows = _filled(operands)
     if operands.cu_seqlens is None:
-        return _recurrence(rows, scale)
-    bounds, seq_len = operands.cu_seqlens.tolist(), operands.q.shape[1]
-    parts = [_recurrence(_document(rows, n, start, end), scale) for n, (start, end) in enumerate(pairwise(bounds))]
-    after_the_last = rows.v.new_zeros(1, seq_len - bounds[-1], *operands.v.shape[2:])
-    outputs, states = zip(*parts, strict=True)
-    return torch.cat([*outputs, after_the_last], dim=1), torch.cat(states)
+        output, state = _recurrence(rows, scale)
+    else:
+        bounds, seq_len = operands.cu_seqlens.tolist(), operands.q.shape[1]
+        parts = [_recurrence(_document(rows, n, start, end), scale) for n, (start, end) in enumerate(pairwise(bounds))]
+        outputs, states = zip(*parts, strict=True)
+        after_the_last = outputs[0].new_zeros(1, seq_len - bounds[-1], *outputs[0].shape[2:])
+        output, state = torch.cat([*outputs, after_the_last], dim=1), torch.cat(states)
+    return output.unflatten(2, (-1, operands.blocks)).sum(3), state
 
 
 def _filled(operands: DeltaOperands) -> DeltaOperands:
@@ -100,8 +105,8 @@ def _filled(operands: DeltaOperands) -> DeltaOperands:
 
     a, b, v, rate and weight become [B, T, n, HV, ...], log_decay [B, T, HV, 1 or K].
     """
-    q, a, b, v, rate, weight, log_decay, initial, cu_seqlens, reads_before_decay = operands
-    (batch, seq_len), heads = q.shape[:2], v.shape[2]
+    q, a, b, v, rate, weight, log_decay, initial, cu_seqlens, reads_before_decay, _ = operands
+    (batch, seq_len), heads = q.shape[:2], operands.num_heads
 
     def one_each(x: Tensor) -> Tensor:
         return x.double().repeat_interleave(heads // x.shape[2], dim=2)
@@ -127,13 +132,13 @@ def _filled(operands: DeltaOperands) -> DeltaOperands:
 
 def _document(rows: DeltaOperands, n: int, start: int, end: int) -> DeltaOperands:
     """Document n alone."""
-    *by_token, initial, _, reads_before_decay = rows
+    *by_token, initial, _, reads_before_decay, _ = rows
     return DeltaOperands(*(x[:, start:end] for x in by_token), initial[n : n + 1], None, reads_before_decay)
 
 
 def _recurrence(rows: DeltaOperands, scale: float) -> tuple[Tensor, Tensor]:
     """``oracle`` for what ``_filled`` gives, without documents."""
-    *by_token, state, _, reads_before_decay = rows
+    *by_token, state, _, reads_before_decay, _ = rows
     outputs = []
     for q, a, b, v, rate, weight, log_decay in zip(*(x.unbind(1) for x in by_token), strict=True):
         undecayed, state = state, state * log_decay.exp().unsqueeze(-2)
@@ -218,6 +223,8 @@ def test_recurrent_shapes(decay: str, seq_len: int, heads: Any, dims: Any) -> No
     """Heads that divide HV in different ways for q, a and b; odd sizes; several blocks of V."""
     expect_recurrent(draw_delta(decay, batch=2, seq_len=seq_len, heads=heads, dims=dims, num_steps=2, absent=()))
     expect_recurrent(draw_delta(decay, seq_len=seq_len, heads=heads, dims=dims, absent=("a", "initial_state")))
+    blocks = heads[3]  # of one head
+    expect_recurrent(draw_delta(decay, seq_len=seq_len, heads=heads, dims=dims, blocks=blocks))
 
 
 # empty documents, first, twice, inside and last; rows after the last one
@@ -299,9 +306,10 @@ def test_recurrent_memory(decay: str) -> None:
 
 
 def laid_out(operands: DeltaOperands, layout: Callable[[Tensor], Tensor]) -> DeltaOperands:
-    *tensors, reads_before_decay = operands
-    moved = (x if x is None or not x.is_floating_point() else layout(x.detach()).requires_grad_() for x in tensors)
-    return DeltaOperands(*moved, reads_before_decay)
+    def moved(x: Tensor | bool | None) -> Any:
+        return layout(x.detach()).requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return DeltaOperands(*map(moved, operands))
 
 
 def between_nans(x: Tensor) -> Tensor:

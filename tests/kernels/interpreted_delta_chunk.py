@@ -137,6 +137,21 @@ def test_shapes(decay: str, seq_len: int, heads: Any, dims: Any, is_tied: bool, 
 
 
 @pytest.mark.parametrize("decay", DECAYS)
+def test_blocks_share_a_value_and_add_up(decay: str) -> None:
+    """With every gradient, and bit by bit the same when backward walks once more; what a block is alone, it is here."""
+    tied: dict[str, Any] = {"seq_len": 35, "heads": (2, 2, 1, 4), "dims": (16, 20), "blocks": 2}
+    free: dict[str, Any] = {"seq_len": 23, "heads": (3, 3, 3, 3), "dims": (12, 4), "blocks": 3, "absent": ("weight",)}
+    free |= {"num_steps": 2, "documents": [0, 0, 5, 20], "reads_before_decay": True}
+    for sizes in (tied, free):
+        operands = draw_delta(decay, **sizes)
+        got = expect_definition(operands)
+        expect_equal(differentiate(operands, functools.partial(kernels, recompute=True)), got)
+    narrow = draw_delta(decay, seq_len=37, heads=(2, 2, 2, 2), dims=(20, 16), blocks=2, dtype=torch.float16)
+    expect_definition(narrow, FLOAT16)
+    expect_segments(draw_delta(decay, seq_len=290, heads=(2, 2, 2, 2), dims=(8, 4), blocks=2), loss="both")
+
+
+@pytest.mark.parametrize("decay", DECAYS)
 def test_batch_and_float16(decay: str) -> None:
     expect_definition(draw_delta(decay, batch=2, seq_len=9, heads=ONE_HEAD))
     narrow = draw_delta(decay, seq_len=37, heads=ONE_HEAD, dims=(20, 16), dtype=torch.float16, absent=FREE)

@@ -29,8 +29,9 @@ def draw(
     device: str = "cpu",
     heads: tuple[int, int, int, int] = (1, 4, 2, 4),
     dims: tuple[int, int] = (8, 6),
+    blocks: int = 1,
 ) -> DeltaOperands:
-    """Leaves that require gradients; ``heads`` are those of q, a, b and v."""
+    """Leaves that require gradients; ``heads`` are those of q, a, b and states, of which ``blocks`` share a value."""
     (num_queries, num_reads, num_keys, num_values), (key_dim, value_dim) = heads, dims
     batch, num_states = (1, 4) if packed else (2, 2)
     rows, lead = (batch, seq_len * count), (batch, seq_len, num_values)
@@ -54,13 +55,14 @@ def draw(
         q=leaf(torch.randn(batch, seq_len, num_queries, key_dim)),
         a=optional["a"],
         b=unit(num_keys, key_dim),
-        v=leaf(torch.randn(*rows, num_values, value_dim)),
+        v=leaf(torch.randn(*rows, num_values // blocks, value_dim)),
         rate=optional["rate"],
         weight=optional["weight"],
         log_decay=None if decay is None else leaf(-torch.rand(decays[decay]), torch.float32),
         initial_state=optional["initial_state"],
         cu_seqlens=offsets if packed else None,
         reads_before_decay=reads_before_decay,
+        blocks=blocks,
     )
 
 
@@ -73,6 +75,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "free_two_steps_packed": {"count": 2, "packed": True, "absent": ("initial_state",)},
     "reads_before": {"reads_before_decay": True},
     "two_steps_read_before": {"count": 2, "reads_before_decay": True, "heads": (2, 1, 4, 4)},
+    "tied_blocks": {"blocks": 2, "absent": ("a",)},
+    "four_blocks_two_steps_packed": {"blocks": 4, "count": 2, "packed": True, "absent": ("weight",)},
 }
 
 
@@ -87,11 +91,11 @@ def detached(given: DeltaOperands) -> DeltaOperands:
 def definition(given: DeltaOperands, scale: float) -> tuple[Tensor, Tensor]:
     """The equation of ``DeltaOperands`` row after row, in float64, with gradients."""
     q, a, b, v, rate, weight, log_decay, initial, cu_seqlens = (
-        x if x is None or x.dtype == torch.int32 else x.double() for x in given[:-1]
+        x if x is None or x.dtype == torch.int32 else x.double() for x in given[:-2]
     )
-    num_heads, count = v.shape[2], given.num_steps
+    num_heads, count = given.num_heads, given.num_steps
     a = b if a is None else a
-    q, a, b = (x.repeat_interleave(num_heads // x.shape[2], dim=2) for x in (q, a, b))
+    q, a, b, v = (x.repeat_interleave(num_heads // x.shape[2], dim=2) for x in (q, a, b, v))
     a = a if rate is None else rate.unsqueeze(-1) * a
     v = v if weight is None else weight.unsqueeze(-1) * v
     if log_decay is None:
@@ -111,7 +115,7 @@ def definition(given: DeltaOperands, scale: float) -> tuple[Tensor, Tensor]:
             outputs.append(scale * torch.einsum("bhvk,bhk->bhv", state, q[:, t]))
         finals.append(state)
     outputs += [torch.zeros_like(v[:, 0])] * (q.shape[1] - offsets[-1])
-    return torch.stack(outputs, dim=1), torch.cat(finals)
+    return torch.stack(outputs, dim=1).unflatten(2, (-1, given.blocks)).sum(3), torch.cat(finals)
 
 
 def expect_definition(given: DeltaOperands, results: tuple[Tensor, Tensor], limits: tuple[float, float]) -> None:
@@ -174,9 +178,7 @@ def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_
     def layout(tensors: Any) -> list[Any]:
         return [(x.shape, x.stride(), x.dtype) for x in tensors]
 
-    sizes = product(
-        DECAYS, ("free", "three_steps_packed", "tied_without_weights"), ((16, 24), (128, 64)), (4, 130, 1300)
-    )
+    sizes = product(DECAYS, ("free", "three_steps_packed", "tied_blocks"), ((16, 24), (128, 64)), (4, 130, 1300))
     for decay, variant, dims, seq_len in sizes:
         given = draw(decay, dims=dims, seq_len=seq_len, dtype=torch.bfloat16, **VARIANTS[variant])
         needs_decay_grad = decay is not None

@@ -109,14 +109,13 @@ def by_rows(
     q: Tensor, k: Tensor, v: Tensor, transition: Transition, write: Tensor | None, state: Tensor, cu_seqlens: Any
 ) -> list[Tensor]:
     form = transition.lower_factored()
-    rows = delta_rows(q, k, v, form, write=write, initial_state=state, cu_seqlens=cu_seqlens)
-    given = rows.operands
-    lead, tokens = given.v.shape[:3], (*given.q.shape[:2], given.v.shape[2])
+    given = delta_rows(q, k, v, form, write=write, initial_state=state, cu_seqlens=cu_seqlens)
+    lead, tokens = (*given.v.shape[:2], given.num_heads), (*given.q.shape[:2], given.num_heads)
     assert all(x is None or x.shape == lead for x in (given.rate, given.weight))
     assert given.log_decay is None or given.log_decay.shape in (tokens, (*tokens, given.q.shape[3]))
     assert all(x is None or x.shape[:2] == lead[:2] for x in (given.a, given.b))
     output, final_state = delta_scan(given, scale=0.3)
-    return [rows.output(output), rows.state(final_state)]
+    return [output, given.whole_state(final_state)]
 
 
 @pytest.mark.parametrize("written", ["one", "shared", "per_block"])
@@ -159,7 +158,7 @@ def test_the_delta_rule_is_handed_on_without_a_copy(count: tuple[int, ...]) -> N
     for gate in (Identity(), ScalarGate(draw.decay(HV)), DiagonalGate(draw.decay(HV, K))):
         rule = draw.rule(k)
         form = Product(gate, rule).lower_factored()
-        rows = delta_rows(q, k, v, form, write=write, initial_state=None, cu_seqlens=None).operands
+        rows = delta_rows(q, k, v, form, write=write, initial_state=None, cu_seqlens=None)
         assert rows.a is None
         pairs = [(q, rows.q), (k, rows.b), (v, rows.v), (rule.beta, rows.rate), (write, rows.weight)]
         for given, handed in [*pairs, (form.log_decay, rows.log_decay)]:
@@ -172,7 +171,7 @@ def test_low_precisions_stay_what_they_are_beside_float32_rates() -> None:
     rule = Householder(k, torch.rand(2, T, HV))
     for transition in (rule, Product(rule, DiagonalGate(-torch.rand(2, T, HV, K)))):
         for form in (transition.lower(), transition.lower_factored()):
-            rows = delta_rows(q, k, v, form, write=rule.beta, initial_state=None, cu_seqlens=None).operands
+            rows = delta_rows(q, k, v, form, write=rule.beta, initial_state=None, cu_seqlens=None)
             assert {x.dtype for x in (rows.q, rows.a, rows.b, rows.v) if x is not None} == {torch.bfloat16}
             assert rows.weight is not None and rows.weight.dtype == torch.float32
 

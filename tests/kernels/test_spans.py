@@ -39,12 +39,14 @@ def test_a_batch_fills_the_device_as_heads_do() -> None:
 
 
 @pytest.mark.parametrize("programs", [1, 32, 85])
-@pytest.mark.parametrize(("batch", "rows", "documents"), [(1, 700, None), (3, 4096, None), (1, 4096, 2)])
-def test_there_is_room_for_all_segments(programs: int, batch: int, rows: int, documents: int | None) -> None:
+@pytest.mark.parametrize(("batch", "rows", "documents"), [(1, 19, None), (1, 700, None), (3, 4096, None), (1, 4096, 2)])
+def test_there_is_room_for_all_segments_and_no_more(
+    programs: int, batch: int, rows: int, documents: int | None
+) -> None:
     offsets = None if documents is None else torch.linspace(0, rows, documents + 1).int()
     cut, count = cut_rows(batch, rows, offsets, programs, RULE), batch if documents is None else documents
     kept = RULE.most_segments(batch, rows, programs * count, documents)
-    assert kept == cut.segments.count if cut.segments is not None else kept <= 2 * count
+    assert kept == (0 if cut.segments is None else cut.segments.count)
 
 
 def test_no_room_is_kept_where_sequences_fill_the_device_or_nearly() -> None:
