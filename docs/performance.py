@@ -9,8 +9,8 @@ No figure of the page is typed by hand; the words around them are in ``PAGE``. A
 section with a line that says so.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -322,5 +322,6 @@ def _read(file: Path) -> list[Record]:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS / "performance.md"
-    target.write_text(page(DOCS / "results"), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", nargs="?", type=Path, default=DOCS / "performance.md", help="default: %(default)s")
+    parser.parse_args().target.write_text(page(DOCS / "results"), encoding="utf-8")

@@ -264,7 +264,7 @@ def _channel_gradients_kernel(
 
 
 class ChannelGradients(NamedTuple):
-    """Gradients a value head.
+    """Gradients a head with a state.
 
     Attributes:
         q: [B, T, HV, K].
@@ -278,7 +278,7 @@ class ChannelGradients(NamedTuple):
 
 
 class ErasureGradients(NamedTuple):
-    """Gradients of erasures, one a value head.
+    """Gradients of erasures, one a head with a state.
 
     Attributes:
         a: [B, R, HV, K], or None where a is b.

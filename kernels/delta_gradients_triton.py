@@ -207,7 +207,7 @@ def _delta_gradients_kernel(
 
 
 class RowGradients(NamedTuple):
-    """Gradients a value head, before sums over heads that share a key and over blocks of K.
+    """Gradients a head with a state, before sums over heads that share a key or a value, and over tiles of K.
 
     Attributes:
         q: [B, T, HV, K].

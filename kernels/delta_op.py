@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import delta_torch
-from .delta_operands import DeltaGradients, DeltaOperands, most_segments
+from .delta_operands import DeltaGradients, DeltaOperands, num_segments
 from .launch_config import delta_config, device_family
 from .scan_operators import ScanOperators, has_kernels
 from .spans import num_spans
@@ -85,7 +85,7 @@ def _saved_like(operands: DeltaOperands) -> list[Tensor]:
     saved = [
         q.new_empty(num_chunks, num_heads, key_dim, value_dim),  # states at chunk starts
         v.new_empty(batch, num_rows, num_heads, value_dim),  # u
-        q.new_empty(most_segments(operands, config), num_heads, key_dim, key_dim, dtype=torch.float32),  # their maps
+        q.new_empty(num_segments(operands, config), num_heads, key_dim, key_dim, dtype=torch.float32),  # their maps
         q.new_empty(num_chunks, num_heads, size, size),  # pairs of rows
         q.new_empty(keys),
     ]

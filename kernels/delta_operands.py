@@ -51,7 +51,7 @@ class DeltaOperands(NamedTuple):
 
     @property
     def num_heads(self) -> int:
-        """HV."""
+        """HV, the heads that have a state."""
         return self.v.shape[2] * self.blocks
 
     @property
@@ -86,16 +86,17 @@ class DeltaOperands(NamedTuple):
         return self._map(Tensor.contiguous)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "DeltaOperands":
+        """The same with every tensor changed."""
         values: list[Any] = [change(x) if isinstance(x, Tensor) else x for x in self]
         return DeltaOperands(*values)
 
 
-def most_segments(operands: DeltaOperands, config: DeltaConfig) -> int:
-    """Segments that a walk over these rows can have; see ``CutRule.most_segments``."""
+def num_segments(operands: DeltaOperands, config: DeltaConfig) -> int:
+    """Segments of a walk over these rows, 0 where sequences stay whole. Sizes may be symbolic."""
     (batch, rows, _, value_dim), heads = operands.v.shape, operands.num_heads
     num_documents = None if operands.cu_seqlens is None else operands.cu_seqlens.shape[0] - 1
     programs = heads * ceil_div(value_dim, config.walk.block) * (batch if num_documents is None else num_documents)
-    return config.cut_rule.most_segments(batch, rows, programs, num_documents)
+    return config.cut_rule.num_segments(batch, rows, programs, num_documents)
 
 
 class DeltaGradients(NamedTuple):

@@ -2,10 +2,10 @@
 
 An erasure along the write key shares its row with the write: a and b are k itself where the normal form holds a rate
 beside them, and nothing is multiplied or copied. Any other direction takes two rows, first the erasure (v = 0), then
-the write (a rate of 0). Blocks of K become heads of K / blocks channels: value head h has the heads h blocks to
-(h + 1) blocks - 1. ``merge_write`` is the same for the torch forms.
+the write (a rate of 0). Blocks of K become heads of K / blocks channels, HV = HO blocks of them: value head h has the
+heads h blocks to (h + 1) blocks - 1. ``merge_write`` is the same for the torch forms.
 
-Shapes: B batch, T time, n micro-steps a token, R = T n rows, H key heads, HV value heads, K key_dim, V value_dim.
+Shapes: B batch, T time, n micro-steps a token, R = T n rows, H key heads, HO value heads, K key_dim, V value_dim.
 """
 
 from typing import NamedTuple
@@ -23,10 +23,10 @@ class _Rows(NamedTuple):
     """The rows before blocks become heads.
 
     Attributes:
-        read: a, [B, R, H or HV, K], or None for b itself.
-        key: b, [B, R, H or HV, K].
-        value: v, [B, R, HV, V].
-        rate, weight: [B, R, HV], with or without a last axis of size 1 or blocks, or None for 1.
+        read: a, [B, R, H or HO, K], or None for b itself.
+        key: b, [B, R, H or HO, K].
+        value: v, [B, R, HO, V].
+        rate, weight: [B, R, HO], with or without a last axis of size 1 or blocks, or None for 1.
     """
 
     read: Tensor | None
@@ -51,10 +51,10 @@ def delta_rows(
     Args:
         q: [B, T, H, K].
         k: [B, T, H, K] or [B, T, n, H, K].
-        v: [B, T, HV, V] or [B, T, n, HV, V].
+        v: [B, T, HO, V] or [B, T, n, HO, V].
         form: with an erasure.
-        write: None, [B, T, HV] or [B, T, n, HV], with a last axis of blocks where they differ.
-        initial_state: [N, HV, V, K], or None.
+        write: None, [B, T, HO] or [B, T, n, HO], with a last axis of blocks where they differ.
+        initial_state: [N, HO, V, K], or None.
         cu_seqlens: [N + 1], or None.
 
     Raises:
@@ -119,17 +119,17 @@ def _in_another_direction(
 
 
 def _with_axes(x: Tensor | None, keys: Tensor) -> Tensor | None:
-    """A rate or a write, with the axes that belong to ``keys``, as [B, T, n, HV, 1 or blocks]."""
+    """A rate or a write, with the axes that belong to ``keys``, as [B, T, n, HO, 1 or blocks]."""
     return None if x is None else with_rows(x if x.ndim == keys.ndim else x.unsqueeze(-1))
 
 
 def _keys_of_blocks(x: Tensor, num_heads: int, blocks: int) -> Tensor:
-    """[B, R, H or HV, K] as [B, R, HV blocks, K / blocks]."""
+    """[B, R, H or HO, K] as [B, R, HV, K / blocks]."""
     return fold_key(expand_heads(x, num_heads, dim=2), blocks).flatten(2, 3)
 
 
 def _factors_of_blocks(x: Tensor, blocks: int) -> Tensor:
-    """[B, R, HV], with or without a last axis of size 1 or blocks, as [B, R, HV blocks]."""
+    """[B, R, HO], with or without a last axis of size 1 or blocks, as [B, R, HV]."""
     if blocks == 1:
         return x if x.ndim == 3 else x.squeeze(-1)
     x = x.unsqueeze(-1) if x.ndim == 3 else x
@@ -137,7 +137,7 @@ def _factors_of_blocks(x: Tensor, blocks: int) -> Tensor:
 
 
 def _decay(log_decay: Tensor | None, lead: tuple[int, int, int], *, key_dim: int, blocks: int) -> Tensor | None:
-    """Any log_decay of the normal form as None, [B, T, heads] or [B, T, heads, K / blocks]; ``lead`` is (B, T, HV)."""
+    """Any log_decay of the normal form as None, [B, T, heads] or [B, T, heads, K / blocks]; ``lead`` is (B, T, HO)."""
     if blocks == 1 or log_decay is None:
         plain = plain_decay(log_decay, lead, key_dim=key_dim)
         return plain if plain is None or plain.ndim > 1 else plain.expand(lead)

@@ -65,4 +65,4 @@ def _scan(operands: DeltaOperands, *, scale: float) -> tuple[Tensor, Tensor]:
     output, final_state = chunk_scan(
         q, steps, _initial_state(operands), scale=scale, chunk_size=CHUNK_SIZE, cu_seqlens=cu_seqlens
     )
-    return output.unflatten(2, (-1, blocks)).sum(3), final_state
+    return output if blocks == 1 else output.unflatten(2, (-1, blocks)).sum(3), final_state

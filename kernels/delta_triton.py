@@ -5,7 +5,8 @@
 
 ``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_erasures`` for a diagonal one. A sequence is cut into
 segments where one walk a (head, block of V) would leave most of the device idle. Where heads have several blocks the
-walk makes states only, and outputs are made from them for all chunks at once, summed over the blocks.
+walk makes states only, and outputs are made from them for all chunks at once, summed over the blocks; states of all
+chunks are there for a while then, also without gradients.
 
 With nothing saved, backward makes the products and walks forward once more. Forward and backward neither validate nor
 know autograd: ``delta_op.py`` does. Bytes a row and head, uncut, 16-bit, K = V = 128, a = b, no decay: forward moves
@@ -21,7 +22,7 @@ from torch import Tensor
 from .channel_gradients_triton import channel_gradients, erasure_gradients
 from .channel_pairs_triton import channel_erasures
 from .delta_gradients_triton import RowGradients, delta_gradients
-from .delta_operands import DeltaGradients, DeltaOperands, most_segments
+from .delta_operands import DeltaGradients, DeltaOperands
 from .delta_outputs_triton import delta_outputs
 from .delta_walk_triton import DeltaWalkInputs, delta_walk, join_maps
 from .gate_triton import cumulative_gate
@@ -97,7 +98,7 @@ def delta_backward(
         products, inverse = _products(operands, plan, scale=scale, needs_inverse=True)
         _walk_forward(operands, products, plan, maps, scale=scale, states=states, corrected=(inverse, corrected))
     grad_states = torch.empty_like(states)
-    residual = plan.cut.chunks.rows_like(operands.v, *operands.v.shape[:2], *states.shape[1::2])
+    residual = plan.cut.chunks.rows_like(corrected)
     d_initial = _walk_reverse(
         operands, products, plan, maps, grad_output, grad_final, scale=scale, output=residual, states=grad_states
     )
@@ -149,12 +150,9 @@ def _empty_values(operands: DeltaOperands) -> Tensor:
 
 
 def _empty_maps(operands: DeltaOperands, plan: _Plan) -> Tensor:
-    """P of every segment, unwritten; none where sequences fill the device.
-
-    The count is arithmetic, and may be more than there are: a compiler must know the shape for any length.
-    """
+    """P of every segment, unwritten; none where sequences stay whole."""
     heads, key_dim = operands.num_heads, operands.q.shape[-1]
-    count = most_segments(operands, plan.config)
+    count = 0 if plan.cut.segments is None else plan.cut.segments.count
     return operands.q.new_empty(count, heads, key_dim, key_dim, dtype=torch.float32)
 
 
@@ -297,7 +295,7 @@ def _channel_row_gradients(
 
 
 def _gradients(grads: RowGradients, operands: DeltaOperands, d_initial: Tensor) -> DeltaGradients:
-    """Sums over the heads that share a key, and over blocks of K."""
+    """Sums over the heads that share a key, over the blocks that share a value, and over tiles of K."""
     rate, gate = grads.rate, grads.gate
     if rate is not None and operands.rate is not None:
         rate = rate.sum(0).to(operands.rate.dtype).view(operands.rate.shape)

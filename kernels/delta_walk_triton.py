@@ -20,9 +20,10 @@ inside Q.)
 
 Work split: one program a (block of V, head, span); the state is a float32 tile [K, BLOCK_V] in registers, transposed as
 in ``walk_triton``. Bytes a row and head, 16-bit, K = V = 128, C = 64: reads q, a, W, v and Q (1152), writes o (256); in
-training reads T (128), writes U (256) and states (512). Floor: q, a, W, v, Q and o. q, a, W and Q are read once a
-block of V, from the second-level cache after the first. The reverse walk reads q, a, W, dO and Q (1152), writes dR
-and dS (768). A segment adds the walks that make H and P, and 4 (K V + K K) bytes written and read for the join.
+training reads T (128), writes U (256) and states (512); with states only it reads a, W and v (768) and writes those.
+Floor: q, a, W, v, Q and o. q, a, W and Q are read once a block of V, from the second-level cache after the first. The
+reverse walk reads q, a, W, dO and Q (1152), writes dR and dS (768). A segment adds the walks that make H and P, and
+4 (K V + K K) bytes written and read for the join.
 Shapes: B T HO HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: ``chunk.py``. Source: arXiv:2406.06484 section 3, arXiv:2412.06464 section 3.
 """
@@ -388,6 +389,7 @@ def delta_walk(
     heads, key_dim = inputs.key.shape[2:]
     has_output = output is not None
     inverse, corrected_rows = corrected if corrected is not None else (None, None)
+    assert reverse or output is None or heads == inputs.value.shape[2], "outputs of blocks are added up elsewhere"
     blocks = ceil_div(value_dim, tiles.block) + (0 if maps is None else ceil_div(key_dim, tiles.block))
     launch(
         _delta_walk_kernel,
@@ -444,6 +446,7 @@ def join_maps(
     """Turn the updates of segments into the states they start from, in place, and fill ``final``."""
     num_sequences, heads, value_dim, key_dim = final.shape
     block_v, family = 16, device_family(final.device)
+    prefetches = key_dim <= 128 and family != "gfx942"  # wider maps, or 64 KB of shared memory, hold one load
     launch(
         _join_maps_kernel,
         (num_sequences * heads * ceil_div(value_dim, block_v),),
@@ -458,6 +461,6 @@ def join_maps(
             "REVERSE": reverse,
             "PRECISION": products_in(final.dtype, family),
         },
-        num_warps=8,
-        num_stages=1 if family == "gfx942" else 3,  # which has 64 KB of shared memory
+        num_warps=8 if prefetches else 4,
+        num_stages=3 if prefetches else 1,
     )

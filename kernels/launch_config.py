@@ -94,8 +94,8 @@ class DeltaConfig(_Row):
 
     Attributes:
         chunk_size: micro-steps a chunk.
-        products: blocks over key_dim of the products with the inverse; up to twice as wide, over value_dim of the
-            gradients of pairs, and over both of those of a gate.
+        products: blocks over key_dim of the products with the inverse; for the gradients of pairs up to twice as wide,
+            over value_dim, and of those of a gate over key_dim too.
         walk: blocks over value_dim of the walk that makes outputs.
         saving: the same while it saves what the gradients need.
         reverse: the same in the reverse walks.

@@ -147,7 +147,7 @@ def equal_heads(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_groups(x: Tensor, shape: torch.Size) -> Tensor:
-    """[B, T, HV, K] -> [B, T, H, K]: a key head's gradient is the sum over the value heads that share it."""
+    """[B, T, HV, K] -> [B, T, H, K]: the gradient of what heads share, a key or a value, is the sum over them."""
     if x.shape == shape:
         return x
     return x.unflatten(2, (shape[2], -1)).sum(3, dtype=torch.float32).to(x.dtype)

@@ -192,7 +192,7 @@ def pair_gradients(
     """Gradients of pairs of rows, without a diagonal decay; rows of no document get zeros.
 
     Args:
-        tiles: of the products; blocks are up to twice as wide.
+        tiles: of the products; blocks are up to twice as wide, since few wide ones are faster than many.
         max_registers: unless a gate gets its gradient, which would spill.
         dgate: [B T, HV] float32 to fill with what the pairs give to a scalar gate, or None.
     """

@@ -4,7 +4,8 @@
     delta      S <- S Diag(d_t);  u_r = w_r v_r - r_r S a_r,  S <- S + u_r b_r^T for each row r;  o_t = scale * S q_t
 
 One kernel runs both: additive is one row a token, b = k, that erases nothing. Under READS_BEFORE_DECAY the first row
-of a token reads the state from before its decay.
+of a token reads the state from before its decay. Read-outs of the blocks of a head are written in float32, and torch
+adds them up.
 
 Work split: one program a (block of V, head, sequence); the state is a float32 tile [BLOCK_V, K] in registers. No tensor
 core is used, so long prompts belong to the chunk form. Shapes: B T HO HV K V, N sequences, n rows a token.
@@ -134,9 +135,8 @@ def _forward(operands: DeltaOperands, *, scale: float, erases: bool) -> tuple[Te
         spans = Spans(seq_len, seq_len, per_sequence=1, count=batch)
     else:
         spans = whole_documents(cu_seqlens, seq_len, 16)
-    output, final = operands.empty_output(), operands.empty_state()
-    if blocks > 1:
-        output = final.new_empty(batch, seq_len, heads, value_dim)
+    final = operands.empty_state()
+    output = operands.empty_output() if blocks == 1 else final.new_empty(batch, seq_len, heads, value_dim)
     if cu_seqlens is not None:
         output.zero_()  # no program has the rows after the last document
     block_k = max(16, power_of_2_from(key_dim))

@@ -77,7 +77,7 @@ class ScanOperators:
         self.decay = fields.index("log_decay")
 
     def scan(self, operands: Any, *, scale: float, recompute: bool) -> tuple[Tensor, Tensor]:
-        """Output [B, T, HV, V] in the dtype of q and final state [N, HV, V, K], with gradients to every tensor.
+        """Output and final state as the operands make them empty, with gradients to every tensor.
 
         Raises:
             NotImplementedError: in a backward pass with create_graph=True; there is no second derivative.

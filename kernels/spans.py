@@ -140,8 +140,8 @@ class CutRule:
         """There is room for the fewest segments, and a sequence is longer than one."""
         return self.fill >= self.fewest * programs and self.segment_length(rows, programs) < rows
 
-    def most_segments(self, batch: int, rows: int, programs: int, num_documents: int | None) -> int:
-        """Room to keep for segments: none where nothing ``is_cut``. Nothing is compared: sizes may be symbolic.
+    def num_segments(self, batch: int, rows: int, programs: int, num_documents: int | None) -> int:
+        """How many there are, 0 where nothing ``is_cut``. It is arithmetic, and sizes may be symbolic.
 
         Args:
             programs: that walk all sequences side by side.

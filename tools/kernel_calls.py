@@ -28,7 +28,7 @@ BLOCK_SIZES = ((128, 128), (64, 64), (64, 128), (256, 256), (512, 512), (24, 40)
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a batch: heads of queries, of keys and of values."""
+    """Sizes of a batch: heads of queries, of keys, and of states, which are those of values unless blocks share one."""
 
     batch: int
     seq_len: int
@@ -159,7 +159,7 @@ SAMPLE = (
     Configuration("additive", "fixed", 24, 40, torch.float32, layout=FEW_HEADS, is_packed=True),
     Configuration("recurrent", "diagonal", 100, 20, torch.float16),
     Configuration("delta", "scalar", 128, 128),
-    Configuration("delta", "diagonal", 128, 128, num_steps=2, is_tied=False),
+    Configuration("delta", "diagonal", 128, 128, num_steps=2, is_tied=False, blocks=2),
     Configuration("delta_recurrent", "diagonal", 128, 128, num_steps=2, is_tied=False, reads_before_decay=True),
 )
 
@@ -227,7 +227,7 @@ def _inputs(c: Configuration) -> AdditiveOperands:
 
 
 def _delta_inputs(c: Configuration) -> DeltaOperands:
-    """Meta tensors of a configuration of the delta family; an a of its own has a head for each of the values'."""
+    """Meta tensors of a configuration of the delta family; an a of its own has a head for each state."""
     batch, seq_len = _tokens(c)
     rows, heads = (batch, seq_len * c.num_steps), c.layout.value_heads
     return DeltaOperands(

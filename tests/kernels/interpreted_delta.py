@@ -235,7 +235,10 @@ PACKED = [([0, 0, 5, 5, 8, 14], 17), ([0, 4, 9, 9], 9), ([0, 1], 4)]
 @pytest.mark.parametrize(("documents", "seq_len"), PACKED)
 def test_recurrent_packed(decay: str, documents: list[int], seq_len: int) -> None:
     for num_steps, absent in ((1, TIED), (2, FREE)):
-        operands = draw_delta(decay, seq_len=seq_len, num_steps=num_steps, documents=documents, absent=absent)
+        blocks = num_steps  # two of the two heads
+        operands = draw_delta(
+            decay, seq_len=seq_len, num_steps=num_steps, documents=documents, absent=absent, blocks=blocks
+        )
         output, final = expect_recurrent(operands)
         assert torch.equal(output[:, documents[-1] :], torch.zeros_like(output[:, documents[-1] :]))
         assert operands.initial_state is not None

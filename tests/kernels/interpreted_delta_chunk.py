@@ -138,17 +138,36 @@ def test_shapes(decay: str, seq_len: int, heads: Any, dims: Any, is_tied: bool, 
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_blocks_share_a_value_and_add_up(decay: str) -> None:
-    """With every gradient, and bit by bit the same when backward walks once more; what a block is alone, it is here."""
-    tied: dict[str, Any] = {"seq_len": 35, "heads": (2, 2, 1, 4), "dims": (16, 20), "blocks": 2}
-    free: dict[str, Any] = {"seq_len": 23, "heads": (3, 3, 3, 3), "dims": (12, 4), "blocks": 3, "absent": ("weight",)}
-    free |= {"num_steps": 2, "documents": [0, 0, 5, 20], "reads_before_decay": True}
-    for sizes in (tied, free):
-        operands = draw_delta(decay, **sizes)
-        got = expect_definition(operands)
-        expect_equal(differentiate(operands, functools.partial(kernels, recompute=True)), got)
-    narrow = draw_delta(decay, seq_len=37, heads=(2, 2, 2, 2), dims=(20, 16), blocks=2, dtype=torch.float16)
-    expect_definition(narrow, FLOAT16)
-    expect_segments(draw_delta(decay, seq_len=290, heads=(2, 2, 2, 2), dims=(8, 4), blocks=2), loss="both")
+    expect_definition(draw_delta(decay, batch=2, seq_len=35, heads=(2, 2, 1, 2), dims=(16, 20), blocks=2))
+    operands = draw_delta(
+        decay,
+        seq_len=12,
+        num_steps=2,
+        heads=(3, 3, 3, 3),
+        dims=(12, 4),
+        documents=[0, 0, 5, 11],
+        absent=("weight",),
+        reads_before_decay=True,
+        blocks=3,
+    )
+    got = expect_definition(operands)
+    expect_equal(differentiate(operands, functools.partial(kernels, recompute=True)), got)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_blocks_in_16_bits_and_memory(decay: str) -> None:
+    operands = draw_delta(decay, seq_len=35, heads=(2, 2, 2, 2), dims=(20, 8), blocks=2, dtype=torch.float16)
+    got = expect_definition(operands, FLOAT16)
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    try:
+        expect_equal(differentiate(laid_out(operands, between_nans), kernels), got)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_blocks_in_segments() -> None:
+    operands = draw_delta("none", seq_len=262, heads=(2, 2, 2, 2), dims=(8, 4), blocks=2, documents=[0, 3, 260])
+    expect_segments(operands, loss="both")
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -188,21 +207,23 @@ def test_packed(decay: str, num_steps: int, absent: Collection[str], documents: 
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_packed_rows_of_no_document_may_be_anything(decay: str) -> None:
-    operands = draw_delta(decay, seq_len=10, heads=ONE_HEAD, documents=[0, 7])
-    for x in leaves(operands).values():
-        if x.ndim > 2 and x.shape[1] == 10:
-            x.data[:, 7:] = torch.nan
-    output, final_state = kernels(operands)
-    (output.sum() + final_state.sum()).backward()
-    for name, x in leaves(operands).items():
-        assert x.grad is not None and not x.grad.isnan().any(), name
+    for heads, blocks in ((ONE_HEAD, 1), ((2, 2, 2, 2), 2)):
+        operands = draw_delta(decay, seq_len=10, heads=heads, blocks=blocks, documents=[0, 7])
+        for x in leaves(operands).values():
+            if x.ndim > 2 and x.shape[1] == 10:
+                x.data[:, 7:] = torch.nan
+        output, final_state = kernels(operands)
+        (output.sum() + final_state.sum()).backward()
+        for name, x in leaves(operands).items():
+            assert x.grad is not None and not x.grad.isnan().any(), name
 
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_shapes_without_a_token_leave_the_state(decay: str) -> None:
-    operands = draw_delta(decay, seq_len=0)
-    output, final_state = kernels(operands)
-    assert output.shape[1] == 0 and torch.equal(final_state, operands.initial_state)
+    for blocks in (1, 2):
+        operands = draw_delta(decay, seq_len=0, blocks=blocks)
+        output, final_state = kernels(operands)
+        assert output.shape == (1, 0, 2 // blocks, 12) and torch.equal(final_state, operands.initial_state)
 
 
 @pytest.mark.parametrize("decay", DECAYS)

@@ -165,7 +165,12 @@ def expect_opcheck(given: DeltaOperands) -> None:
 
 @pytest.mark.parametrize(
     ("decay", "variant"),
-    [(None, "tied_without_weights"), ("scalar", "three_steps_packed"), ("diagonal", "reads_before")],
+    [
+        (None, "tied_without_weights"),
+        ("scalar", "three_steps_packed"),
+        ("scalar", "tied_blocks"),
+        ("diagonal", "reads_before"),
+    ],
 )
 def test_opcheck_passes(decay: str | None, variant: str) -> None:
     expect_opcheck(draw(decay, seq_len=6, **VARIANTS[variant]))
@@ -178,7 +183,8 @@ def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_
     def layout(tensors: Any) -> list[Any]:
         return [(x.shape, x.stride(), x.dtype) for x in tensors]
 
-    sizes = product(DECAYS, ("free", "three_steps_packed", "tied_blocks"), ((16, 24), (128, 64)), (4, 130, 1300))
+    variants = ("free", "three_steps_packed", "tied_without_weights", "tied_blocks")
+    sizes = product(DECAYS, variants, ((16, 24), (128, 64)), (4, 130, 1300))
     for decay, variant, dims, seq_len in sizes:
         given = draw(decay, dims=dims, seq_len=seq_len, dtype=torch.bfloat16, **VARIANTS[variant])
         needs_decay_grad = decay is not None
@@ -253,7 +259,9 @@ def test_tensors_are_saved_for_a_backward_pass_alone_and_not_to_be_recomputed(mo
     assert asked == [True, False, False, False]
 
 
-@pytest.mark.parametrize(("decay", "variant"), [("scalar", "tied"), ("diagonal", "free_without_factors")])
+@pytest.mark.parametrize(
+    ("decay", "variant"), [("scalar", "tied"), ("diagonal", "free_without_factors"), ("scalar", "tied_blocks")]
+)
 def test_a_compiler_takes_it_whole_and_again_for_other_lengths(decay: str, variant: str) -> None:
     run_in_one_graph(decay, variant, torch.float32, "cpu")
 

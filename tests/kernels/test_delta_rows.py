@@ -151,6 +151,14 @@ def test_offsets_of_packed_documents_stay_in_tokens(name: str) -> None:
         torch.testing.assert_close(y, x, rtol=1e-12, atol=1e-12)
 
 
+def test_blocks_share_the_value_that_is_handed_on() -> None:
+    draw = Draw(())
+    k, q, v = draw.key(), Draw().key(), leaf(torch.randn(2, T, HV, V))
+    form = BlockDiagonal(draw.rule(k), 2).lower_factored()
+    given = delta_rows(q, k, v, form, write=None, initial_state=None, cu_seqlens=None)
+    assert given.v is v and (given.blocks, given.num_heads) == (2, 2 * HV)
+
+
 @pytest.mark.parametrize("count", [(), (1,), (3,)])
 def test_the_delta_rule_is_handed_on_without_a_copy(count: tuple[int, ...]) -> None:
     draw = Draw(count)

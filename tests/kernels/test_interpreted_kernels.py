@@ -32,6 +32,7 @@ GROUPS = {
         "shapes and chunk sizes": "test_shapes or test_chunk or test_batch or test_counts",
         "packed documents, segments and gates": "test_packed or test_segments or test_gates or test_equal",
         "memory, views, recomputing and the future": "test_memory or test_upstream or test_recomputed or test_future",
+        "blocks": "test_blocks",
         "heads and scan": "test_heads or test_scan",
     },
 }
