@@ -157,7 +157,6 @@ def _delta_recurrent_configurations() -> Iterator[Configuration]:
 SAMPLE = (
     Configuration("additive", "none", 512, 512),
     Configuration("additive", "fixed", 24, 40, torch.float32, layout=FEW_HEADS, is_packed=True),
-    Configuration("recurrent", "diagonal", 100, 20, torch.float16),
     Configuration("delta", "scalar", 128, 128),
     Configuration("delta", "diagonal", 128, 128, num_steps=2, is_tied=False, blocks=2),
     Configuration("delta_recurrent", "diagonal", 128, 128, num_steps=2, is_tied=False, reads_before_decay=True),
