@@ -6,7 +6,7 @@ A state has K x V numbers a head. Beside H heads of K channels stand the same he
 of K / 2 and K / 4 channels, and H / 4 heads of 4 K channels in 8 blocks, which no dense kernel holds. Separate heads
 have values of their own; the blocks of a head share one, and their read-outs are summed.
 
-Forward, forward and backward, and peak memory, as benchmarks/speed.py takes them. About a minute and a half.
+Forward, forward and backward, and peak memory, as benchmarks/speed.py --graphs takes them. About two minutes.
 """
 
 import argparse
@@ -32,6 +32,7 @@ def tasks_of(arguments: argparse.Namespace) -> list[TimedScan]:
             f"{op}_blocks" if blocks else op,
             Sizes(a.batch, a.seq_len, heads, heads, key_dim, a.value_dim),
             *common,
+            has_graphs=a.device == "cuda",
             blocks=blocks,
         )
         for op in a.ops
@@ -45,7 +46,10 @@ def line(record: Record) -> str:
     text = f"{OPS[record['op'].removesuffix('_blocks')].label:<16}{layout:<40}"
     if record["forward_ms"] is None:
         return text + str(record["failure"])
-    return text + f"{record['forward_ms']:>9.3f}{record['forward_backward_ms']:>9.3f}{record['peak_mb']:>9.0f}"
+    for key in ("forward_ms", "forward_backward_ms"):
+        graph = record.get(f"graph_{key}")
+        text += f"{record[key]:>9.3f}" + (f" ({graph:.3f})" if graph else "")
+    return text + f"{record['peak_mb']:>9.0f}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -123,8 +123,9 @@ where beta is 2. In float32 nothing of this shows."""
 WHAT_BLOCKS_ARE = """\
 A block-diagonal Householder cuts the K channels of a head into blocks that share its value; their read-outs are summed.
 *Of dense* is the time relative to one dense Householder of the same K, *of heads* relative to as many separate heads as
-there are blocks, each with its share of K and a value of its own. All rows have states of the same size. A row without
-a figure has no counterpart: no dense kernel holds so many channels."""
+there are blocks, each with its share of K and a value of its own; both are of the launches alone, in brackets, where
+those were timed. All rows have states of the same size. A row without a figure has no counterpart: no dense kernel holds
+so many channels."""
 
 WHAT_FORMS_ARE = """\
 Both read the same tensors and write the same output. The recurrent kernel takes one token after another; the chunk form
@@ -190,8 +191,9 @@ def block_diagonal(records: Sequence[Record]) -> str:
         apart = found.get((op, heads * blocks, key_dim // blocks, 1), {}) if blocks > 1 else {}
         row = [OPS[op].label, layout]
         for key in ("forward_ms", "forward_backward_ms"):
-            row.append(_number(r[key], 3) or "failed")
-            row += [_number(r[key] / other[key] if r[key] and other.get(key) else None, 2) for other in (dense, apart)]
+            row.append(_milliseconds(r, key) or "failed")
+            mine, theirs = _of_launches(r, key), [_of_launches(other, key) for other in (dense, apart)]
+            row += [_number(mine / other if mine and other else None, 2) for other in theirs]
         rows.append([*row, _number(r["peak_mb"], 0)])
     beside = ["of dense", "of heads"]
     titles = ["recurrence", "layout", "forward", *beside, "forward and backward", *beside, "MB"]
@@ -253,9 +255,7 @@ def _speed_table(records: Sequence[Record]) -> str:
         for key, floor in (("forward_ms", "floor_ms"), ("forward_backward_ms", "floor_forward_backward_ms")):
             peer = peers.get(r["op"], {}).get(key)
             ratio = None if peer is None else peer / r[key]
-            graph = _number(r.get(f"graph_{key}"), 3)
-            ours = _number(r[key], 3) + (f" ({graph})" if graph else "")
-            row += [ours, _number(r.get(floor), 3), _number(peer, 3), _number(ratio, 2)]
+            row += [_milliseconds(r, key), _number(r.get(floor), 3), _number(peer, 3), _number(ratio, 2)]
         first = [_number(r.get(key), 1) for key in ("first_call_s", "first_forward_backward_call_s")]
         rows.append([*row, _number(r["peak_mb"], 0), "" if first == ["", ""] else ", ".join(first)])
     titles = ["forward", "floor", PEER, "times", "forward and backward", "floor", PEER, "times", "MB", "first call, s"]
@@ -304,6 +304,18 @@ def _peer_note(record: Record) -> str:
 
 def _sizes(record: Record) -> Sizes:
     return Sizes(**{name: record[name] for name in Sizes.__dataclass_fields__})
+
+
+def _milliseconds(record: Record, key: str) -> str:
+    """As a call takes them, and in brackets its launches alone."""
+    graph = _number(record.get(f"graph_{key}"), 3)
+    return _number(record[key], 3) + (f" ({graph})" if graph else "")
+
+
+def _of_launches(record: Record, key: str) -> float | None:
+    """Of the launches alone where they were timed: how fast Python is differs from call to call and from day to day."""
+    milliseconds: float | None = record.get(f"graph_{key}", record.get(key))
+    return milliseconds
 
 
 def _number(value: float | None, digits: int) -> str:

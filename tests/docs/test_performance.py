@@ -102,12 +102,19 @@ def test_blocks_are_set_beside_dense_heads_and_separate_ones(script: Any, tmp_pa
         timed(op, num_heads=heads, num_value_heads=heads, key_dim=key_dim, blocks=blocks, forward_backward_ms=ms)
         for op, heads, key_dim, blocks, ms in layouts
     ]
-    records.append(timed("kda_blocks", blocks=4, forward_ms=None, forward_backward_ms=None, peak_mb=None))
+    graphs = {"graph_forward_ms": 0.15, "graph_forward_backward_ms": 0.9}
+    records += [
+        timed("gated_deltanet", num_heads=8, num_value_heads=8, key_dim=256, blocks=1, graph_forward_ms=0.1),
+        timed("gated_deltanet_blocks", num_heads=8, num_value_heads=8, key_dim=256, blocks=2, **graphs),
+        timed("kda_blocks", blocks=4, forward_ms=None, forward_backward_ms=None, peak_mb=None),
+    ]
     (tmp_path / "h200-block-diagonal.json").write_text(json.dumps(records))
     page = script.page(tmp_path)
     assert "| DeltaNet | 8 heads, K 256 | 0.200 |  |  | 2.000 |  |  | 640 |" in page
     assert "| DeltaNet | 8 heads, K 256, 2 blocks of 128 | 0.200 | 1.00 | 1.00 | 1.000 | 0.50 | 1.25 | 640 |" in page
     assert "| DeltaNet | 2 heads, K 1024, 8 blocks of 128 | 0.200 |  | 1.00 | 1.200 |  | 1.50 | 640 |" in page
+    with_graphs = "| gated DeltaNet | 8 heads, K 256, 2 blocks of 128 | 0.200 (0.150) | 1.50 |  | 1.000 (0.900) |"
+    assert with_graphs in page  # ratios are of the launches alone
     assert "| KDA | 16 heads, K 128, 4 blocks of 32 | failed |  |  | failed |  |  |  |" in page
 
 
