@@ -124,8 +124,8 @@ WHAT_BLOCKS_ARE = """\
 A block-diagonal Householder cuts the K channels of a head into blocks that share its value; their read-outs are summed.
 *Of dense* is the time relative to one dense Householder of the same K, *of heads* relative to as many separate heads as
 there are blocks, each with its share of K and a value of its own; both are of the launches alone, in brackets, where
-those were timed. All rows have states of the same size. A row without a figure has no counterpart: no dense kernel holds
-so many channels."""
+those were timed. All rows have states of the same size. A row without a figure has no counterpart: no dense kernel
+holds so many channels."""
 
 WHAT_FORMS_ARE = """\
 Both read the same tensors and write the same output. The recurrent kernel takes one token after another; the chunk form

@@ -35,11 +35,14 @@ class Transition(ABC):
 
     Attributes:
         is_diagonal: M_t is diagonal, a gate.
+        lowers_blocks: ``lower`` and ``natural_write`` hand rates and scalar decays on as they are, so that in blocks
+            they may have a last axis of them. Otherwise ``BlockDiagonal`` asks for blocks as heads, which are copied.
         eigenvalue_range: interval that holds every eigenvalue of M_t, where the spectrum is real.
         spectral_radius: bound on |eigenvalue|, where it is not; None when nothing is known.
     """
 
     is_diagonal: ClassVar[bool] = False
+    lowers_blocks: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -8,7 +8,9 @@ Shapes: B batch, T time, H key heads, HV value heads, K key_dim, b blocks.
 Source: arXiv:2406.06484 section 6, proposed as future work.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from operator import methodcaller
 from typing import Literal, Self
 
 import torch
@@ -64,7 +66,10 @@ class BlockDiagonal(Transition):
 
     @property
     def natural_write(self) -> Tensor | None:
-        return self.inner.natural_write
+        if self.inner.lowers_blocks:
+            return self.inner.natural_write
+        write = self._whole()._blocks_as_heads().natural_write
+        return None if write is None else self._per_block(write)
 
     @property
     def eigenvalue_range(self) -> tuple[float, float] | None:
@@ -80,8 +85,7 @@ class BlockDiagonal(Transition):
         return changed.unflatten(-3, (-1, self.blocks)).movedim(-3, -2).flatten(-2, -1)
 
     def matrix(self, key_dim: int) -> Tensor:
-        whole = self if self.num_value_heads is None else self.expand_heads(self.num_value_heads)
-        by_block = whole._blocks_as_heads().matrix(key_dim // self.blocks)  # [..., HV * b, K / b, K / b]
+        by_block = self._whole()._blocks_as_heads().matrix(key_dim // self.blocks)  # [..., HV * b, K / b, K / b]
         if by_block.ndim == 2:
             by_block = by_block.expand(self.blocks, -1, -1)
         by_block = by_block.unflatten(-3, (-1, self.blocks))
@@ -94,10 +98,10 @@ class BlockDiagonal(Transition):
         return (self,) if steps[0] is self.inner else tuple(self._rebuild((step, self.blocks)) for step in steps)
 
     def lower(self) -> NormalForm:
-        return replace(self.inner.lower(), blocks=self.blocks)
+        return self._lowered(methodcaller("lower"))
 
     def lower_factored(self) -> NormalForm:
-        return replace(self.inner.lower_factored(), blocks=self.blocks)
+        return self._lowered(methodcaller("lower_factored"))
 
     @classmethod
     def example(
@@ -109,6 +113,36 @@ class BlockDiagonal(Transition):
         whole = Householder.example(batch, seq_len, num_heads, key_dim, generator)
         by_block = whole.direction.unflatten(-1, (2, -1))
         return cls(Householder((by_block / by_block.norm(dim=-1, keepdim=True)).flatten(-2, -1), whole.beta), 2)
+
+    def _lowered(self, lower: Callable[[Transition], NormalForm]) -> NormalForm:
+        """The inner normal form, of whole heads where it takes blocks and else of blocks as heads, put together."""
+        if self.inner.lowers_blocks:
+            return replace(lower(self.inner), blocks=self.blocks)
+        heads = self._whole()._blocks_as_heads()
+        form, erase, decay = lower(heads), None, None
+        if form.erase is not None:
+            is_tied = form.erase[0] is form.erase[1]
+            read, direction = (
+                self.inner.write_key if x is heads.write_key else self._channels(x) for x in form.erase
+            )  # the write key itself, and one tensor in both places, tell kernels what they need not store
+            assert read is not None and direction is not None
+            erase = (direction if is_tied else read), direction
+        if form.log_decay is not None:
+            decay = self._channels(form.log_decay) if form.log_decay.ndim == 4 else self._per_block(form.log_decay)
+        rate = None if form.rate is None else self._per_block(form.rate)
+        return replace(form, log_decay=decay, erase=erase, rate=rate, blocks=self.blocks)
+
+    def _whole(self) -> Self:
+        """The same with its key heads repeated."""
+        return self if self.num_value_heads is None else self.expand_heads(self.num_value_heads)
+
+    def _per_block(self, x: Tensor) -> Tensor:
+        """[..., HV * b] as [..., HV, b]."""
+        return x.unflatten(-1, (-1, self.blocks))
+
+    def _channels(self, x: Tensor) -> Tensor:
+        """[..., HV * b, K / b] as [..., HV, K]."""
+        return x.unflatten(-2, (-1, self.blocks)).flatten(-2, -1)
 
     def _blocks_as_heads(self) -> Transition:
         """The inner transition on HV * b heads of K / b channels; its key heads are repeated already."""

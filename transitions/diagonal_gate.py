@@ -29,6 +29,7 @@ class DiagonalGate(Transition):
     log_decay: KeyLogDecay
 
     is_diagonal = True
+    lowers_blocks = True
 
     @property
     def eigenvalue_range(self) -> tuple[float, float]:

@@ -27,6 +27,7 @@ class FixedDecay(Transition):
     log_decay: Constant
 
     is_diagonal = True
+    lowers_blocks = True
 
     @property
     def eigenvalue_range(self) -> tuple[float, float]:

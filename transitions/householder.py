@@ -37,6 +37,8 @@ class Householder(Transition):
     direction: UnitKey
     beta: Rate2
 
+    lowers_blocks = True
+
     @property
     def eigenvalue_range(self) -> tuple[float, float] | None:
         """[-1, 1] for one factor; a product of several is not symmetric and its spectrum not real."""

@@ -24,6 +24,7 @@ class Identity(Transition):
     """
 
     is_diagonal = True
+    lowers_blocks = True
 
     @property
     def eigenvalue_range(self) -> tuple[float, float]:

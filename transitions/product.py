@@ -36,6 +36,10 @@ class Product(Transition):
         return self.left.is_diagonal and self.right.is_diagonal
 
     @property
+    def lowers_blocks(self) -> bool:  # type: ignore[override]
+        return self.left.lowers_blocks and self.right.lowers_blocks
+
+    @property
     def num_blocks(self) -> int:
         return max(self.left.num_blocks, self.right.num_blocks)
 

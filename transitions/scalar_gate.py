@@ -29,6 +29,7 @@ class ScalarGate(Transition):
     log_decay: LogDecay
 
     is_diagonal = True
+    lowers_blocks = True
 
     @property
     def eigenvalue_range(self) -> tuple[float, float]:

@@ -8,15 +8,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from statemix import scan
+from statemix.kernels import NormalForm
 from statemix.transitions import (
     BlockDiagonal,
+    Constant,
     DiagonalGate,
     FixedDecay,
     Householder,
     Identity,
+    Key,
     Product,
+    Rate,
     ScalarGate,
     Transition,
+    UnitKey,
 )
 
 FORMS = ("recurrent", "chunk", "parallel")
@@ -28,7 +33,7 @@ def unit(*shape: int) -> Tensor:
 
 
 def relative(x: Tensor, y: Tensor) -> float:
-    return float((x.double() - y).norm() / y.norm())
+    return float(((x.double() - y).norm() / y.norm()).detach())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -134,6 +139,67 @@ def test_blocks_are_separate_heads_that_share_a_value_and_add_their_read_outs(fo
     heads = scan(heads_q, heads_key, heads_v, transition, write=heads_beta, scale=1.0, form=form)
     assert relative(whole.output, heads.output.sum(2, keepdim=True)) < 64 * EPS
     assert relative(whole.final_state, heads.final_state.transpose(1, 2).flatten(2).unsqueeze(1)) < 64 * EPS
+
+
+class Forgets(Transition):
+    """Diag(1 - beta_t k_t^2), in blocks with the beta of each; its write is beta over the length of the key."""
+
+    key: Key
+    beta: Rate
+
+    @property
+    def natural_write(self) -> Tensor:
+        return self.beta / self.expand_heads(self.beta.shape[-1]).key.norm(dim=-1)
+
+    def apply(self, state: Tensor) -> Tensor:
+        return state * (1 - self.beta[..., None] * self.key.square()).unsqueeze(-2)
+
+    def lower(self) -> NormalForm:
+        key = self.expand_heads(self.beta.shape[-1]).key
+        return NormalForm(log_decay=torch.log1p(-self.beta[..., None] * key.square()))
+
+
+class Erases(Transition):
+    """e^g (I - beta_t k_t k_t^T), with the rate multiplied in or beside, and a fixed decay that is made, not given."""
+
+    key: UnitKey
+    beta: Rate
+    log_gamma: Constant
+
+    def apply(self, state: Tensor) -> Tensor:
+        decayed = state * (2 * self.log_gamma).exp()[..., None, None]
+        read = torch.einsum("...vk,...k->...v", decayed, self.key)
+        return decayed - (self.beta[..., None] * read)[..., None] * self.key.unsqueeze(-2)
+
+    def lower(self) -> NormalForm:
+        return self.lower_factored().multiplied()
+
+    def lower_factored(self) -> NormalForm:
+        return NormalForm(2 * self.log_gamma, erase=(self.key, self.key), rate=self.beta)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("name", ["forgets", "erases", "product"])
+def test_a_transition_that_knows_no_blocks_has_them_nonetheless(name: str, is_shared: bool, num_heads: int) -> None:
+    """Every form is the definition, with gradients, and the key of the write is still known as that."""
+    key, heads, blocks = unit(2, 20, num_heads, 2, 3).flatten(-2).requires_grad_(), 2, 2
+    beta = torch.rand(2, 20, heads, *(() if is_shared else (blocks,)), dtype=torch.float64).requires_grad_()
+    gamma = -torch.rand(heads, dtype=torch.float64)
+    q, v = torch.randn(2, 20, num_heads, 6, dtype=torch.float64), torch.randn(2, 20, heads, 5, dtype=torch.float64)
+    inner: Transition = Erases(key, beta, gamma) if name == "erases" else Forgets(key, beta)
+    if name == "product":
+        inner = Forgets(key, beta) @ Householder(key, beta)
+    transition = BlockDiagonal(inner, blocks)
+    erase = transition.lower_factored().erase
+    assert erase is None or erase[1] is key
+    results = [scan(q, key, v, transition, write=transition.natural_write, form=form) for form in FORMS]
+    grads = [torch.autograd.grad([x.square().sum() for x in result], [key, beta]) for result in results]
+    for found in (results, grads):
+        for x, y in zip(found[0], found[1], strict=True):
+            assert relative(y, x) < 1e-12
+        for x, y in zip(found[0], found[2], strict=True):
+            assert relative(y, x) < 1e-12
 
 
 @pytest.mark.parametrize("level", [-5.0, -10.0, -20.0])
