@@ -21,9 +21,9 @@ from torch import Tensor
 
 from .delta_walk_triton import DeltaWalkInputs, load_reach, read_out, residual_rows
 from .launch import launch
-from .launch_config import Tiles, device_family, products_in
-from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import DIAGONAL, SCALAR, load_rows, load_step, locate_chunk, low_part
+from .launch_config import Tiles
+from .spans import Spans, ceil_div
+from .tile_triton import DIAGONAL, load_rows, load_step, locate_chunk, low_part
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
@@ -148,7 +148,7 @@ def delta_outputs(
         chunks: in rows.
         corrected: T, and where U goes, as of ``delta_walk``.
     """
-    (value_heads, value_dim), (heads, key_dim) = inputs.value.shape[2:], inputs.key.shape[2:]
+    value_heads, value_dim = inputs.value.shape[2:]
     inverse, corrected_rows = corrected if corrected is not None else (None, None)
     launch(
         _delta_outputs_kernel,
@@ -165,21 +165,7 @@ def delta_outputs(
             chunks.per_sequence,
             inputs.eraser.shape[0] * inputs.eraser.shape[1],
         ),
-        {
-            "HQ": inputs.query.shape[2],
-            "HA": inputs.eraser.shape[2],
-            "HO": value_heads,
-            "HV": heads,
-            "K": key_dim,
-            "V": value_dim,
-            "CHUNK": chunks.length,
-            "BLOCK_K": max(16, power_of_2_from(key_dim)),
-            "BLOCK_V": tiles.block,
-            "STEPS": inputs.num_steps,
-            "DECAY": inputs.decay,
-            "READS_BEFORE": inputs.reads_before_decay and inputs.decay == SCALAR.value,
-            "PRECISION": products_in(inputs.key.dtype, device_family(inputs.key.device)),
-        },
+        inputs.constants(tiles),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -28,7 +28,7 @@ Shapes: B T HO HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: ``chunk.py``. Source: arXiv:2406.06484 section 3, arXiv:2412.06464 section 3.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -366,6 +366,24 @@ class DeltaWalkInputs(NamedTuple):
     num_steps: int
     scale: float
 
+    def constants(self, tiles: Tiles) -> dict[str, Any]:
+        """The compile-time parameters that the walk and the outputs made from its states share."""
+        return {
+            "HQ": self.query.shape[2],
+            "HA": self.eraser.shape[2],
+            "HO": self.value.shape[2],
+            "HV": self.key.shape[2],
+            "K": self.key.shape[-1],
+            "V": self.value.shape[-1],
+            "CHUNK": self.pairs.shape[-1],
+            "BLOCK_K": max(16, power_of_2_from(self.key.shape[-1])),
+            "BLOCK_V": tiles.block,
+            "STEPS": self.num_steps,
+            "DECAY": self.decay,
+            "READS_BEFORE": self.reads_before_decay and self.decay == SCALAR.value,
+            "PRECISION": products_in(self.key.dtype, device_family(self.key.device)),
+        }
+
 
 def delta_walk(
     inputs: DeltaWalkInputs,
@@ -418,23 +436,7 @@ def delta_walk(
             spans.length,
             inputs.eraser.shape[0] * inputs.eraser.shape[1],
         ),
-        {
-            "HQ": inputs.query.shape[2],
-            "HA": inputs.eraser.shape[2],
-            "HO": inputs.value.shape[2],
-            "HV": heads,
-            "K": key_dim,
-            "V": value_dim,
-            "CHUNK": chunk_size,
-            "BLOCK_K": max(16, power_of_2_from(key_dim)),
-            "BLOCK_V": tiles.block,
-            "STEPS": inputs.num_steps,
-            "DECAY": inputs.decay,
-            "READS_BEFORE": inputs.reads_before_decay and inputs.decay == SCALAR.value,
-            "REVERSE": reverse,
-            "PRECISION": products_in(inputs.key.dtype, device_family(inputs.key.device)),
-            "STAGES": tiles.num_stages,
-        },
+        {**inputs.constants(tiles), "REVERSE": reverse, "STAGES": tiles.num_stages},
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -138,7 +138,7 @@ class CutRule:
 
     def is_cut(self, rows: int, programs: int) -> bool:
         """There is room for the fewest segments, and a sequence is longer than one."""
-        return self.fill >= self.fewest * programs and self.segment_length(rows, programs) < rows
+        return self.num_segments(1, rows, programs, None) > 0
 
     def num_segments(self, batch: int, rows: int, programs: int, num_documents: int | None) -> int:
         """How many there are, 0 where nothing ``is_cut``. It is arithmetic, and sizes may be symbolic.

@@ -121,16 +121,18 @@ class BlockDiagonal(Transition):
         heads = self._whole()._blocks_as_heads()
         form, erase, decay = lower(heads), None, None
         if form.erase is not None:
-            is_tied = form.erase[0] is form.erase[1]
-            read, direction = (
-                self.inner.write_key if x is heads.write_key else self._channels(x) for x in form.erase
-            )  # the write key itself, and one tensor in both places, tell kernels what they need not store
-            assert read is not None and direction is not None
-            erase = (direction if is_tied else read), direction
+            # the write key itself, and one tensor in both places, tell kernels what they need not store
+            direction = self._erased(form.erase[1], heads)
+            erase = direction if form.erase[0] is form.erase[1] else self._erased(form.erase[0], heads), direction
         if form.log_decay is not None:
             decay = self._channels(form.log_decay) if form.log_decay.ndim == 4 else self._per_block(form.log_decay)
         rate = None if form.rate is None else self._per_block(form.rate)
         return replace(form, log_decay=decay, erase=erase, rate=rate, blocks=self.blocks)
+
+    def _erased(self, x: Tensor, heads: Transition) -> Tensor:
+        """A direction of ``heads``, blocks as heads, as one of whole heads: where it is the write key, that itself."""
+        write_key = self.inner.write_key
+        return write_key if write_key is not None and x is heads.write_key else self._channels(x)
 
     def _whole(self) -> Self:
         """The same with its key heads repeated."""
