@@ -38,7 +38,7 @@ from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
 from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import load_rows, load_scalars, load_step, locate_chunk, value_gradients
+from .tile_triton import load_rows, load_scalars, load_step, locate_chunk, store_value_gradients
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq"])
@@ -86,7 +86,7 @@ def _level_pairs_kernel(
         pairs = tl.dot(grad, tl.trans(written), pairs, input_precision=PRECISION)
         pairs_t = tl.dot(written, tl.trans(grad), pairs_t, input_precision=PRECISION)
         if weight_ptr is not None:
-            dweight += value_gradients(grad, v_ptr, dv_ptr, weight, start, head, steps, valid, columns, HO, HV, V)
+            dweight += store_value_gradients(grad, v_ptr, dv_ptr, weight, start, head, steps, valid, columns, HO, HV, V)
     if weight_ptr is not None:
         tl.store(dweight_ptr + scalars + steps * HV, dweight.to(dweight_ptr.dtype.element_ty), mask=valid)
     # dP below the diagonal and its transpose above it: a level needs both

@@ -34,7 +34,7 @@ def _delta_outputs_kernel(
     pairs_ptr,  # Q, [chunks, HV, C, C]; None without output
     rate_ptr,  # [rows, HV], or None for 1
     weight_ptr,  # [rows, HV], or None for 1
-    gate_ptr,  # scalar decay: [2, HV, rows] of cumulative_gate; else anything
+    gate_ptr,  # scalar decay: [2, HV, rows] of cumulative_gate; else not read
     states_ptr,  # S, [chunks, HV, K, V]
     output_ptr,  # o, [tokens, HO, V], or None
     inverse_ptr,  # T, [chunks, HV, C, C]; None without U
@@ -82,13 +82,13 @@ def _delta_outputs_kernel(
         chunk_head = chunk * HV + head
         place = states_ptr + chunk_head * K * V + k_columns[:, None] * V + v_columns[None, :]
         state = tl.load(place, mask=mask_state, other=0.0)
-        rates, weights = rate_ptr, weight_ptr
+        head_rate_ptr, head_weight_ptr = rate_ptr, weight_ptr
         if rate_ptr is not None:
-            rates += head
+            head_rate_ptr += head
         if weight_ptr is not None:
-            weights += head
+            head_weight_ptr += head
         reach, read_reach, _ = load_reach(
-            gate_ptr, rates, start, head, steps, valid, count, rows, HV, DECAY, READS_BEFORE
+            gate_ptr, head_rate_ptr, start, head, steps, valid, count, rows, HV, DECAY, READS_BEFORE
         )
         place = eraser_ptr + (start * HA + head // (HV // HA)) * K
         eraser = load_rows(place, steps, valid, k_columns, HA * K, K, BLOCK_K)
@@ -97,7 +97,7 @@ def _delta_outputs_kernel(
             state,
             read_reach,
             value_ptr,
-            weights,
+            head_weight_ptr,
             start,
             steps,
             valid,
@@ -116,8 +116,8 @@ def _delta_outputs_kernel(
         if output_ptr is not None:
             place = query_ptr + head // (HV // HQ) * K
             query = load_step(place, start, steps, valid, k_columns, HQ * K, K, BLOCK_K, QUERY_STEPS, QUERY_STEPS - 1)
-            pairs = tl.load(pairs_ptr + chunk_head * CHUNK * CHUNK + square)
-            output += read_out(query, state, reach * scale, pairs, high, low, DECAY, PRECISION)
+            place = pairs_ptr + chunk_head * CHUNK * CHUNK + square
+            output += read_out(query, state, reach * scale, place, high, low, DECAY, PRECISION)
         if corrected_ptr is not None:
             inverse = tl.load(inverse_ptr + chunk_head * CHUNK * CHUNK + square)
             corrected = tl.dot(inverse, high, input_precision=PRECISION)

@@ -42,8 +42,8 @@ from .tile_triton import DIAGONAL, SCALAR, load_gate_before, load_rows, load_sca
 
 @triton.jit
 def load_reach(
-    gate_ptr,
-    rate_ptr,
+    gate_ptr,  # as of the walk
+    rate_ptr,  # [rows, HV] at the head, or None for 1
     first,
     head,
     steps,
@@ -54,7 +54,7 @@ def load_reach(
     DECAY: tl.constexpr,
     READS_BEFORE: tl.constexpr,
 ):
-    """reach, r reach of erasures, and the decay across the chunk, without a diagonal decay; r alone with one."""
+    """reach, r reach of erasures, and the decay across the chunk: all 1 where a diagonal decay has been applied."""
     total, reach, read_reach = 1.0, tl.full(steps.shape, 1.0, tl.float32), tl.full(steps.shape, 1.0, tl.float32)
     if DECAY == SCALAR:
         high_ptr = gate_ptr + head * rows + first
@@ -99,11 +99,15 @@ def residual_rows(
 
 
 @triton.jit
-def read_out(query, state, reach, pairs, high, low, DECAY: tl.constexpr, PRECISION: tl.constexpr):
-    """o = scale (q reach) S^T + Q R, of R in two parts for 16-bit inputs; scale is in ``reach``."""
+def read_out(query, state, reach, pairs_ptr, high, low, DECAY: tl.constexpr, PRECISION: tl.constexpr):
+    """o = (q reach) S^T + Q R; ``reach`` has the scale in it, ``pairs_ptr`` is where Q lies, high + low is R.
+
+    Q is loaded after the first product: before it, it would be in shared memory beside the state.
+    """
     output = tl.dot(query, state, input_precision=PRECISION)
     if DECAY != DIAGONAL:
         output *= reach[:, None]
+    pairs = tl.load(pairs_ptr)
     output = tl.dot(pairs, high, output, input_precision=PRECISION)
     if high.dtype != tl.float32:
         output = tl.dot(pairs, low, output)
@@ -121,7 +125,7 @@ def _delta_walk_kernel(
     weight_ptr,  # [rows, HV], or None for 1; forward only
     gate_ptr,  # None | [2, HV, rows] of cumulative_gate | [chunks, HV, K] total decay
     initial_ptr,  # [spans, HV, V, K] float32, or None
-    output_ptr,  # o, [tokens, HV, V], or None; dR, [rows, HV, V]
+    output_ptr,  # o, [tokens, HV, V]; dR, [rows, HV, V]; None for states only
     inverse_ptr,  # T, [chunks, HV, C, C], or None
     corrected_ptr,  # U, [rows, HV, V], or None
     states_ptr,  # [chunks, HV, K, V]: the state each chunk starts from, or None
@@ -260,8 +264,8 @@ def _delta_walk_kernel(
                 query = load_step(
                     query_ptr, first, steps, valid, k_columns, HQ * K, K, BLOCK_K, QUERY_STEPS, QUERY_STEPS - 1
                 )
-                pairs = tl.load(pairs_ptr + chunk_head * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :])
-                output = read_out(query, state.to(dtype), reach, pairs, high, low, DECAY, PRECISION)
+                place = pairs_ptr + chunk_head * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :]
+                output = read_out(query, state.to(dtype), reach, place, high, low, DECAY, PRECISION)
                 row = first + steps
                 mask = mask_rows
                 if STEPS > 1:

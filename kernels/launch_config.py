@@ -189,7 +189,7 @@ _DELTA_NVIDIA_16_BIT = {
     128: DeltaConfig(
         chunk_size=64,
         products=Tiles(64, 4, 1),
-        walk=Tiles(64, 4, 3),
+        walk=Tiles(64, 4, 1),
         saving=Tiles(64, 4, 1),
         reverse=Tiles(64, 4, 3),
         summary=Tiles(64, 4, 2),

@@ -36,7 +36,7 @@ from .tile_triton import (
     load_scalars,
     load_step,
     locate_chunk,
-    value_gradients,
+    store_value_gradients,
 )
 
 
@@ -105,7 +105,9 @@ def _pair_gradients_kernel(
         reads = tl.dot(u, tl.trans(grad), reads, input_precision=PRECISION)
         erasures = tl.dot(u, tl.trans(residual), erasures, input_precision=PRECISION)
         if weight_ptr is not None:
-            dweight += value_gradients(residual, v_ptr, dv_ptr, weight, start, head, steps, valid, columns, HO, HV, V)
+            dweight += store_value_gradients(
+                residual, v_ptr, dv_ptr, weight, start, head, steps, valid, columns, HO, HV, V
+            )
     if weight_ptr is not None:
         place = dweight_ptr + scalars + steps * HV
         tl.store(place, dweight.to(dweight_ptr.dtype.element_ty), mask=valid)
@@ -198,7 +200,8 @@ def pair_gradients(
     """
     q, a, b, v, rate, weight, *_ = operands
     heads, size = operands.num_heads, chunks.length
-    block = min(2 * tiles.block, max(tiles.block, power_of_2_from(max(q.shape[-1], v.shape[-1]))))
+    widest = v.shape[-1] if dgate is None else max(q.shape[-1], v.shape[-1])  # q, a and b are read for a gate only
+    block = min(2 * tiles.block, max(tiles.block, power_of_2_from(widest)))
     pairs = q.new_empty(2, chunks.count, heads, size, size)
     made = PairGradients(
         pairs[0],

@@ -101,7 +101,7 @@ def load_scalars(ptr, steps, valid, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def value_gradients(
+def store_value_gradients(
     residual,
     v_ptr,
     dv_ptr,

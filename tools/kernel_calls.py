@@ -40,6 +40,7 @@ class Layout:
 # The number of heads is a compile-time constant, so it is the same where it does not matter.
 MANY_HEADS = Layout(16, 2048, 16, 16, 16)
 FEW_HEADS = Layout(1, 32768, 16, 16, 16)  # cut into segments
+FEW_WIDE_HEADS = Layout(1, 32768, 2, 2, 2)  # cut at any width
 GROUPED_HEADS = Layout(2, 8192, 4, 2, 8)
 
 # Layout, is_packed, has_state and saves: one row, and rows in which each value occurs, cut into segments or not.
@@ -99,7 +100,12 @@ def configurations() -> Iterator[Configuration]:
             yield Configuration(kernels, decay, key_dim, value_dim, torch.float32)
         yield Configuration(kernels, decay, 128, 128, torch.float16)
         yield Configuration(kernels, decay, 24, 40, gate_dtype=torch.bfloat16, layout=GROUPED_HEADS)
+    for decay in DECAYS:
+        yield Configuration("additive", decay, 256, 256, layout=FEW_HEADS)
+        yield Configuration("additive", decay, 128, 128, torch.float32, layout=FEW_HEADS)
+    yield Configuration("additive", "diagonal", 512, 512, layout=FEW_HEADS)
     yield from _delta_configurations()
+    yield Configuration("delta", "scalar", 512, 512, layout=FEW_WIDE_HEADS)
     yield from _delta_recurrent_configurations()
 
 
@@ -114,6 +120,8 @@ def _delta_configurations() -> Iterator[Configuration]:
         yield replace(usual, dtype=torch.float16)
         yield replace(usual, layout=FEW_HEADS)
         yield replace(usual, layout=FEW_HEADS, is_packed=True, has_state=False, saves=False)
+        yield replace(usual, layout=FEW_HEADS, key_dim=256, value_dim=256)
+        yield replace(usual, layout=FEW_HEADS, dtype=torch.float32)
         yield replace(usual, has_factors=False)
         yield replace(usual, num_steps=2)
         yield replace(usual, is_tied=False)
