@@ -53,8 +53,8 @@ quickstart` takes layers, batch and length from a recipe.
 ## Tiles for another GPU
 
 Tile sizes come from a short table keyed by head sizes and device family. Nothing is tuned behind your back, so a first
-call compiles once, and packed documents of any length compile nothing more. To try other tiles of the additive family
-(linear attention and gates) on a GPU of yours:
+call compiles once, and packed documents of any length compile nothing more. To try other tiles on a GPU of yours, for
+all recurrences or those that `--op` names:
 
 ```text
 statemix bench --tune --key-dim 64 --value-dim 64 --out tuned.json

@@ -91,6 +91,7 @@ def delta_backward(
     plan = _plan(operands)
     if saved:
         states, corrected, maps, *own = saved
+        _check_saved(states, maps, own[0], plan)
         products = _saved_products(operands, own)
     else:
         states, maps = _chunk_states(operands, plan), _empty_maps(operands, plan)
@@ -123,7 +124,8 @@ def delta_backward(
 
 def _plan(operands: DeltaOperands) -> _Plan:
     (batch, rows, _, value_dim), heads = operands.v.shape, operands.num_heads
-    config = delta_config(device_family(operands.q.device), operands.q.shape[-1], operands.q.dtype)
+    q = operands.q
+    config = delta_config(device_family(q.device), q.shape[-1], value_dim, q.dtype)
     cut = cut_rows(
         batch,
         rows,
@@ -132,6 +134,14 @@ def _plan(operands: DeltaOperands) -> _Plan:
         config.cut_rule,
     )
     return _Plan(config, cut)
+
+
+def _check_saved(states: Tensor, maps: Tensor, pairs: Tensor, plan: _Plan) -> None:
+    """What was saved is of these chunks and segments; other tiles in between would read it as others."""
+    num_segments = 0 if plan.cut.segments is None else plan.cut.segments.count
+    given = (states.shape[0], pairs.shape[-1], maps.shape[0])
+    if given != (plan.cut.chunks.count, plan.config.chunk_size, num_segments):
+        raise ValueError("tuned: expected the tiles of the forward pass, got others; run backward inside tuned() too")
 
 
 def _is_diagonal(operands: DeltaOperands) -> bool:

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 
@@ -127,6 +127,9 @@ class DeltaConfig(_Row):
     product_registers: int | None = None
 
 
+Config = AdditiveConfig | DeltaConfig
+
+
 # The largest K of a row, then the row. The ptxas of Triton 3.6 can multiply a right operand narrower than 64 columns
 # wrongly on Hopper, or read it from where nothing is (seen with blocks of 32): 16-bit rows pad smaller heads to 64.
 _NVIDIA_16_BIT = {
@@ -173,9 +176,9 @@ _INTERPRETER = {512: AdditiveConfig.uniform(16, Tiles(16, 4, 1), fill=4)}
 
 def additive_config(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> AdditiveConfig:
     """The row of the table for heads of this size; ``tuned`` puts a file's rows in front."""
-    chosen = _overrides.get((family, key_dim, value_dim, dtype))
+    chosen = _overrides.get((AdditiveConfig, family, key_dim, value_dim, dtype))
     if chosen is not None:
-        return chosen
+        return cast(AdditiveConfig, chosen)
     if family == "interpreter":
         rows = _INTERPRETER
     elif dtype == torch.float32:
@@ -232,8 +235,11 @@ _DELTA_FLOAT32 = {
 _DELTA_INTERPRETER = {512: DeltaConfig.uniform(32, Tiles(16, 4, 1), fill=16)}
 
 
-def delta_config(family: Family, key_dim: int, dtype: torch.dtype) -> DeltaConfig:
-    """The row of the table of the delta family for heads of this size."""
+def delta_config(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> DeltaConfig:
+    """The same of the delta family; K of one block where a head has several."""
+    chosen = _overrides.get((DeltaConfig, family, key_dim, value_dim, dtype))
+    if chosen is not None:
+        return cast(DeltaConfig, chosen)
     if family == "interpreter":
         rows = _DELTA_INTERPRETER
     elif dtype == torch.float32:
@@ -288,11 +294,11 @@ class TunedRow:
     key_dim: int
     value_dim: int
     dtype: torch.dtype
-    config: AdditiveConfig
+    config: Config
 
 
 # Not a context variable: autograd runs backward passes in threads of its own, which would not see one.
-_overrides: dict[tuple[Family, int, int, torch.dtype], AdditiveConfig] = {}
+_overrides: dict[tuple[type[Config], Family, int, int, torch.dtype], Config] = {}
 
 
 @contextmanager
@@ -302,7 +308,9 @@ def override(rows: Iterable[TunedRow]) -> Iterator[None]:
     The backward pass of a call belongs inside too: it reads states at the chunk borders of its forward pass.
     """
     before = dict(_overrides)
-    _overrides.update({(row.family, row.key_dim, row.value_dim, row.dtype): row.config for row in rows})
+    _overrides.update(
+        {(type(row.config), row.family, row.key_dim, row.value_dim, row.dtype): row.config for row in rows}
+    )
     try:
         yield
     finally:
@@ -313,25 +321,24 @@ def override(rows: Iterable[TunedRow]) -> Iterator[None]:
 # (block, num_warps) worth a try: fewer warps spill, more leave a warp without work.
 _TRIED_TILES = ((32, 4), (64, 4), (64, 8), (128, 8))
 _TRIED_STAGES = (1, 2, 3)
-_TRIED_NUMBERS = {"chunk_size": (32, 64), "fill": (128, 256, 512)}
+_TRIED_NUMBERS = {"chunk_size": (32, 64), "fill": (128, 256, 512), "product_registers": (None, 128, 168)}
 
 
-def candidates(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> list[AdditiveConfig]:
+def candidates(present: Config, family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> list[Config]:
     """What tuning tries: the present row, then rows that differ from it in the tiles of one kernel.
 
     On Hopper no 16-bit block is narrower than 64 columns: its default compiler can get those products wrong.
     """
-    present = additive_config(family, key_dim, value_dim, dtype)
     least = 64 if family == "sm_90" and dtype != torch.float32 else 16
     widest = max(16, power_of_2_from(max(key_dim, value_dim)))
     tried = [present]
     for field in fields(present):
         before, others = getattr(present, field.name), list[Any]()
-        if field.name in _TRIED_NUMBERS:
-            others += _TRIED_NUMBERS[field.name]
-        elif isinstance(before, Tiles):
+        if isinstance(before, Tiles):
             for (block, num_warps), stages in product(_TRIED_TILES, _TRIED_STAGES):
                 if least <= block <= widest:
                     others.append(Tiles(block, num_warps, stages))
+        elif field.name != "product_registers" or family.startswith("sm_"):  # a limit that only NVIDIA's compiler knows
+            others += _TRIED_NUMBERS[field.name]
         tried += [replace(present, **{field.name: other}) for other in others]
     return list(dict.fromkeys(tried))

@@ -1,10 +1,12 @@
 """Tile sizes found by ``statemix bench --tune``, as a file that can be kept and used again.
 
-    {"format": 1, "rows": [{"family": "sm_90", "key_dim": 128, "value_dim": 128, "dtype": "bfloat16",
+    {"format": 2, "rows": [{"kernels": "additive", "family": "sm_90", "key_dim": 128, "value_dim": 128,
+                            "dtype": "bfloat16",
                             "config": {"chunk_size": 64, "walk": {"block": 64, "num_warps": 4, "num_stages": 2}, ...},
                             "measured": {...}}]}
 
-``measured`` says where the row comes from; it is for people and is not read.
+``kernels`` is the family of kernels, additive or delta, whose configuration it is. ``measured`` says where the row
+comes from; it is for people and is not read.
 """
 
 import json
@@ -16,16 +18,28 @@ from typing import Any, cast
 
 import torch
 
-from .launch_config import FAMILIES, AdditiveConfig, Family, Tiles, TunedRow, device_family, override
+from .launch_config import (
+    FAMILIES,
+    AdditiveConfig,
+    Config,
+    DeltaConfig,
+    Family,
+    Tiles,
+    TunedRow,
+    device_family,
+    override,
+)
 
-FORMAT = 1
+FORMAT = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ALLOWED = {
-    "chunk_size": (16, 32, 64, 128),
+_CONFIGS: dict[str, type[Config]] = {"additive": AdditiveConfig, "delta": DeltaConfig}
+_CHUNK_SIZES = {AdditiveConfig: (16, 32, 64, 128), DeltaConfig: (16, 32, 64)}  # of those the inverse is made
+_ALLOWED: dict[str, Sequence[int]] = {
     "block": (16, 32, 64, 128, 256),
     "num_warps": (1, 2, 4, 8, 16),
     "num_stages": (1, 2, 3, 4, 5, 6),
+    "product_registers": range(24, 256),
 }
 _SIZES = range(1, 513)
 
@@ -78,6 +92,7 @@ def save_tuning(path: str | Path, rows: Sequence[tuple[TunedRow, Mapping[str, An
     """Write rows, each with what was measured."""
     written = [
         {
+            "kernels": next(name for name, config in _CONFIGS.items() if type(row.config) is config),
             "family": row.family,
             "key_dim": row.key_dim,
             "value_dim": row.value_dim,
@@ -91,28 +106,34 @@ def save_tuning(path: str | Path, rows: Sequence[tuple[TunedRow, Mapping[str, An
 
 
 def _row(content: Any, place: str) -> TunedRow:
-    row = _mapping(content, place, ("family", "key_dim", "value_dim", "dtype", "config"), optional=("measured",))
+    names = ("kernels", "family", "key_dim", "value_dim", "dtype", "config")
+    row = _mapping(content, place, names, optional=("measured",))
     families = (*FAMILIES, "interpreter")
+    kernels = _one_of(row["kernels"], tuple(_CONFIGS), f"{place}.kernels")
     return TunedRow(
         cast(Family, _one_of(row["family"], families, f"{place}.family")),
         _one_of(row["key_dim"], _SIZES, f"{place}.key_dim"),
         _one_of(row["value_dim"], _SIZES, f"{place}.value_dim"),
         DTYPES[_one_of(row["dtype"], tuple(DTYPES), f"{place}.dtype")],
-        _config(row["config"], f"{place}.config"),
+        _config(_CONFIGS[kernels], row["config"], f"{place}.config"),
     )
 
 
-def _config(content: Any, place: str) -> AdditiveConfig:
+def _config(kind: type[Config], content: Any, place: str) -> Config:
     """Every field of the configuration, and no other."""
-    names = tuple(field.name for field in fields(AdditiveConfig))
-    given = _mapping(content, place, names)
-    values: dict[str, Any] = {
-        field.name: _tiles(given[field.name], f"{place}.{field.name}")
-        if field.type is Tiles
-        else _number(given[field.name], field.name, f"{place}.{field.name}")
-        for field in fields(AdditiveConfig)
-    }
-    return AdditiveConfig(**values)
+    given = _mapping(content, place, tuple(field.name for field in fields(kind)))
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        value, where = given[field.name], f"{place}.{field.name}"
+        if field.type is Tiles:
+            values[field.name] = _tiles(value, where)
+        elif field.name == "chunk_size":
+            values[field.name] = _one_of(value, _CHUNK_SIZES[kind], where)
+        elif value is None and field.default is None:
+            values[field.name] = None
+        else:
+            values[field.name] = _number(value, field.name, where)
+    return kind(**values)
 
 
 def _tiles(content: Any, place: str) -> Tiles:

@@ -8,7 +8,7 @@ import torch
 
 from statemix import bench
 from statemix.cli import main
-from statemix.kernels.launch_config import TunedRow, additive_config, override
+from statemix.kernels.launch_config import TunedRow, additive_config, delta_config, override
 from statemix.kernels.tuning_file import save_tuning
 from statemix.ops import OPS, Sizes, names_of
 from statemix.recipes import load
@@ -81,6 +81,7 @@ def test_the_recurrence_of_a_layer_is_that_of_its_mixer(name: str) -> None:
         (["--out", "t.json"], ["--out", "--tune"]),
         (["--tune", "--out", "t.json", "--device", "cpu"], ["tune", "GPU", "cpu"]),
         (["--tune", "--out", "no/t.json"], ["out", "no/t.json"]),
+        (["--tune", "--out", "t.json", "--op", "gla", "kda_blocks", "--key-dim", "9"], ["--key-dim", "2 blocks", "9"]),
         (["--tuned", "missing.json"], ["missing.json"]),
         (["--seq-len", "0"], ["--seq-len"]),
         (["--dtype", "float64"], ["--dtype", "float64"]),
@@ -128,18 +129,36 @@ def test_tuning_writes_its_file_and_says_what_it_gained(
     from statemix.kernels.tuning_file import load_tuning
     from statemix.tuning import Tuned
 
-    row = TunedRow("sm_90", 8, 8, torch.float32, additive_config("sm_90", 8, 8, torch.float32))
-    asked: dict[str, Any] = {}
+    sizes = ("sm_90", 8, 8, torch.float32)
+    rows = {row_of: TunedRow(*sizes, row_of(*sizes)) for row_of in (additive_config, delta_config)}
+    asked = list[dict[str, Any]]()
 
     def tune(sizes: Sizes, **options: Any) -> Tuned:
-        asked.update(options, sizes=sizes)
-        return Tuned(row, 0.8, {"gpu": "a name"})
+        asked.append({**options, "sizes": sizes})
+        row_of = delta_config if "kda" in options["ops"] else additive_config
+        return Tuned(rows[row_of], 0.8 if row_of is additive_config else 1.0, {"gpu": "a name"})
 
     monkeypatch.setattr("statemix.tuning.tune", tune)
     assert main(["bench", *TINY, "--tune", "--out", "t.json"]) == 0
-    assert load_tuning("t.json") == [row] and asked["sizes"] == Sizes(1, 12, 1, 1, 8, 8)
-    assert asked["ops"] == ["linear_attention", "retnet", "mamba2", "gla"]
-    assert "1.25 times as fast" in capsys.readouterr().out
+    assert load_tuning("t.json") == list(rows.values())
+    assert {call["sizes"] for call in asked} == {Sizes(1, 12, 1, 1, 8, 8)}
+    assert [call["ops"] for call in asked] == [
+        ["linear_attention", "retnet", "mamba2", "gla"],
+        ["deltanet", "gated_deltanet", "kda"],
+    ]
+    printed = capsys.readouterr().out
+    assert "gla: 1.25 times as fast" in printed and "kda: none is faster" in printed
+
+
+def test_recurrences_are_tuned_together_where_they_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    from statemix.tuning import Tuned
+
+    asked = list[list[str]]()
+    row = TunedRow("sm_90", 8, 8, torch.float32, additive_config("sm_90", 8, 8, torch.float32))
+    monkeypatch.setattr("statemix.tuning.tune", lambda sizes, *, ops, **_: (asked.append(ops), Tuned(row, 1.0, {}))[1])
+    ops = ["kda_blocks", "gla", "kda", "deltanet", "retnet", "deltanet_blocks"]
+    assert main(["bench", *TINY, "--tune", "--out", "t.json", "--op", *ops]) == 0
+    assert asked == [["kda_blocks", "deltanet_blocks"], ["gla", "retnet"], ["kda", "deltanet"]]
 
 
 def test_running_out_of_memory_costs_a_line(

@@ -1,14 +1,22 @@
 """Tuning: wrong candidates are left out, the best tiles of each kernel are joined, and the present row wins a draw."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
 from statemix import tuning
-from statemix.kernels.launch_config import AdditiveConfig, Tiles, additive_config, candidates
+from statemix.kernels.launch_config import (
+    AdditiveConfig,
+    Config,
+    Tiles,
+    TunedRow,
+    additive_config,
+    candidates,
+    delta_config,
+)
 from statemix.ops import Sizes, find_ops
 from statemix.timing import Timing
 from statemix.tuning import Outcome, Trial, join_best, matters, tune
@@ -23,8 +31,9 @@ FAST_SUMMARY = replace(PRESENT, summary=Tiles(16, 4, 4))
 WRONG = replace(PRESENT, gradients=Tiles(16, 8, 1))
 
 
-def milliseconds(config: AdditiveConfig) -> float:
+def milliseconds(config: Config) -> float:
     """Of a made-up device: the choices gain independently of each other."""
+    assert isinstance(config, AdditiveConfig)
     walk = {FAST_WALK.walk: 0.9, FASTER_WALK.walk: 0.8}.get(config.walk, 1.0)
     return 10 * walk * (0.5 if config.gradients == WRONG.gradients else 1.0) - (config.summary == FAST_SUMMARY.summary)
 
@@ -78,8 +87,9 @@ def test_without_a_gpu_and_for_other_kernels_it_says_so() -> None:
     arguments: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "show": print}
     with pytest.raises(ValueError, match="expected a GPU, got device cpu"):
         tune(SIZES, ops=["gla"], **arguments)
-    with pytest.raises(ValueError, match="additive kernels to tune, got kda"):
-        tune(SIZES, ops=["gla", "kda"], backend="torch", **arguments)
+    for ops in (["gla", "kda"], ["kda", "kda_blocks"]):
+        with pytest.raises(ValueError, match=f"one family of kernels .* got {', '.join(ops)}; tune the others apart"):
+            tune(SIZES, ops=ops, backend="torch", **arguments)
 
 
 def test_what_workers_do_runs_on_a_cpu() -> None:
@@ -90,17 +100,42 @@ def test_what_workers_do_runs_on_a_cpu() -> None:
 
 
 def test_only_tiles_of_kernels_that_run_are_tried() -> None:
-    ops = {name: find_ops([name]) for name in ("gla", "mamba2")}
-    channels = replace(PRESENT, channel_walk=Tiles(64, 8, 2))
-    assert matters(channels, PRESENT, ops["gla"]) and not matters(channels, PRESENT, ops["mamba2"])
-    assert matters(FAST_WALK, PRESENT, ops["mamba2"]) and not matters(FAST_WALK, PRESENT, ops["gla"])
-    for everywhere in (PRESENT, FAST_SUMMARY, replace(PRESENT, chunk_size=64)):
-        assert matters(everywhere, PRESENT, ops["gla"]) and matters(everywhere, PRESENT, ops["mamba2"])
+    delta = delta_config("interpreter", 16, 16, torch.float32)
+    reads = {
+        "gla": {"channel_walk", "channel_pairs", "channel_gradients"},
+        "mamba2": {"walk", "saving", "reverse", "gradients"},
+        "retnet": {"walk", "reverse", "gradients"},
+        "deltanet": {"products", "product_registers", "walk", "saving", "reverse", "gradients"},
+        "kda": {"products", "product_registers", "walk", "saving", "reverse", "channel_pairs", "channel_gradients"},
+        "deltanet_blocks": {"products", "product_registers", "outputs", "reverse", "gradients"},
+    }
+    for name, own in reads.items():
+        [op] = find_ops([name])
+        present: Config = PRESENT if op.kernels == "additive" else delta
+        assert matters(present, present, [op])
+        for field in fields(present):
+            before = getattr(present, field.name)
+            other = Tiles(64, 8, 2) if isinstance(before, Tiles) else 64
+            expected = field.name in {*own, "chunk_size", "fill", "summary"}
+            assert matters(replace(present, **{field.name: other}), present, [op]) == expected, (name, field.name)
+
+
+@pytest.mark.parametrize(("name", "key_dim"), [("deltanet", 16), ("kda_blocks", 8)])
+def test_a_row_of_the_delta_family_is_of_the_channels_of_one_block(
+    device: None, monkeypatch: pytest.MonkeyPatch, name: str, key_dim: int
+) -> None:
+    present = delta_config("interpreter", key_dim, 16, torch.float32)
+    faster = replace(present, reverse=Tiles(16, 8, 2))
+    monkeypatch.setattr(tuning, "candidates", lambda *given: [present, faster])
+    monkeypatch.setattr(tuning, "time_trial", lambda trial: {name: Timing(1.0 + (trial.config == present), 2.0, 0)})
+    made = tune(SIZES, dtype=torch.float32, ops=[name], device=CPU, show=print, num_workers=1, backend="torch")
+    assert made.row == TunedRow("interpreter", key_dim, 16, torch.float32, faster)
 
 
 def test_joining_changes_nothing_without_a_gain() -> None:
     base = Outcome(PRESENT, {"gla": Timing(1.0, 2.0, 0)})
     slower = [
-        Outcome(config, {"gla": Timing(1.1, 2.0, 0)}) for config in candidates("interpreter", 16, 16, torch.float32)
+        Outcome(config, {"gla": Timing(1.1, 2.0, 0)})
+        for config in candidates(PRESENT, "interpreter", 16, 16, torch.float32)
     ]
     assert join_best(slower, base) == PRESENT

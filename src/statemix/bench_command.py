@@ -16,8 +16,10 @@ from .bench import (
     recipe_subjects,
     with_sizes,
 )
-from .ops import OPS, Sizes, names_of
+from .ops import OPS, Sizes, find_ops, names_of
 
+# One for each kind of decay: they run every kernel of the delta family but the outputs of blocks.
+STAND_FOR_DELTA = ("deltanet", "gated_deltanet", "kda")
 SIZES_OF_RECIPE = ("num_heads", "num_value_heads", "key_dim", "value_dim")
 
 
@@ -68,8 +70,21 @@ def _tune(arguments: argparse.Namespace, sizes: Sizes, *, dtype: torch.dtype, de
     out = arguments.out
     if not out.parent.is_dir():
         raise ValueError(f"out: expected a file in a folder that exists, got {str(out)!r}; make {out.parent} first")
-    names = arguments.op or names_of("additive")
-    tuned = tune(sizes, dtype=dtype, ops=names, device=device, show=lambda text: print(text, flush=True))
-    save_tuning(out, [(tuned.row, tuned.measured)])
-    gain = f"{1 / tuned.score:.2f} times as fast as" if tuned.score < 1 else "none is faster than"
-    print(f"{gain} the present tiles on the mean; written to {out}, for statemix train or bench --tuned {out}")
+    rows = []
+    for names in _tuned_together(arguments.op, sizes.key_dim):
+        tuned = tune(sizes, dtype=dtype, ops=names, device=device, show=lambda text: print(text, flush=True))
+        rows.append((tuned.row, tuned.measured))
+        gain = f"{1 / tuned.score:.2f} times as fast as" if tuned.score < 1 else "none is faster than"
+        print(f"{', '.join(names)}: {gain} the present tiles on the mean", flush=True)
+    save_tuning(out, rows)
+    print(f"written to {out}, for statemix train or bench --tuned {out}")
+
+
+def _tuned_together(names: list[str] | None, key_dim: int) -> list[list[str]]:
+    """The recurrences that share a row of tiles: those of one family of kernels, with as many blocks."""
+    chosen = find_ops(names or [*names_of("additive"), *STAND_FOR_DELTA])
+    for op in chosen:
+        if key_dim % op.blocks:
+            raise ValueError(f"--key-dim: expected a multiple of the {op.blocks} blocks of {op.name}, got {key_dim}")
+    kinds = dict.fromkeys((op.kernels, op.blocks) for op in chosen)
+    return [[op.name for op in chosen if (op.kernels, op.blocks) == kind] for kind in kinds]

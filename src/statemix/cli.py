@@ -348,7 +348,7 @@ def _add_bench(commands: Commands) -> None:
         "bench",
         _bench,
         summary="time recurrences on this machine: forward, forward and backward, memory; or tune their kernels",
-        example="statemix bench --op gla mamba2 --key-dim 64 --value-dim 64 --tune --out tuned.json",
+        example="statemix bench --op gla kda --key-dim 64 --value-dim 64 --tune --out tuned.json",
     )
     _add_recipe(command, is_required=False)
     command.add_argument("--op", metavar="NAME", nargs="+", help="gla, retnet, deltanet, ... (default: all)")

@@ -4,6 +4,8 @@ Each candidate differs from the present row in the tiles of one kernel. All of t
 float64 first, several at a time, each in a process that it may take down; those that are right are then timed one by
 one. The best choice for each kernel goes into one row, which is checked and timed like the others. A row is as good as
 the geometric mean, over the recurrences asked for, of forward and of forward and backward against the present row.
+
+Each family of kernels has rows of its own, so recurrences of one family are tuned together.
 """
 
 import math
@@ -16,18 +18,20 @@ import torch
 from torch import Tensor
 
 from statemix.kernels.launch_config import (
-    AdditiveConfig,
+    Config,
     Family,
+    Tiles,
     TunedRow,
     additive_config,
     candidates,
+    delta_config,
     device_family,
     override,
 )
 from statemix.transitions import scan
 
 from .against_float64 import Case, check_case
-from .ops import Op, Operands, Sizes, find_ops, random_operands
+from .ops import Op, Operands, Sizes, find_ops
 from .timing import Timing, time_both_ways
 from .worker_pool import run_isolated
 
@@ -47,11 +51,12 @@ class Trial:
     """One configuration to check or to time, picklable.
 
     Attributes:
-        ops: names of the recurrences.
+        sizes: of the heads, K of all their blocks.
+        ops: names of the recurrences, all of one family and with as many blocks.
         backend, device: "triton" on a "cuda" device; tests take others.
     """
 
-    config: AdditiveConfig
+    config: Config
     family: Family
     sizes: Sizes
     dtype: torch.dtype
@@ -61,14 +66,15 @@ class Trial:
 
     @property
     def row(self) -> TunedRow:
-        return TunedRow(self.family, self.sizes.key_dim, self.sizes.value_dim, self.dtype, self.config)
+        key_dim = self.sizes.key_dim // find_ops(self.ops)[0].blocks
+        return TunedRow(self.family, key_dim, self.sizes.value_dim, self.dtype, self.config)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """A configuration that is right, with its times by recurrence."""
 
-    config: AdditiveConfig
+    config: Config
     times: dict[str, Timing]
 
     def score(self, present: "Outcome") -> float:
@@ -110,14 +116,20 @@ def tune(
     """
     if device.type != "cuda" and backend == "triton":
         raise ValueError(f"tune: expected a GPU, got device {device.type}; the torch forms have no tiles to choose")
-    others = [op.name for op in find_ops(tuple(ops)) if op.kernels != "additive"]
-    if others:
-        raise ValueError(f"op: expected recurrences of the additive kernels to tune, got {', '.join(others)}")
-    family = device_family(device)
-    present = additive_config(family, sizes.key_dim, sizes.value_dim, dtype)
+    found = find_ops(tuple(ops))
+    kinds = {(op.kernels, op.blocks) for op in found}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"op: expected recurrences of one family of kernels and with as many blocks to tune together, got "
+            f"{', '.join(ops)}; tune the others apart"
+        )
+    [(kernels, blocks)] = kinds
+    family, key_dim, value_dim = device_family(device), sizes.key_dim // blocks, sizes.value_dim
+    row_of = additive_config if kernels == "additive" else delta_config
+    present: Config = row_of(family, key_dim, value_dim, dtype)
     first = Trial(present, family, sizes, dtype, tuple(ops), str(device), backend)
-    tried = candidates(family, sizes.key_dim, sizes.value_dim, dtype)
-    trials = [replace(first, config=config) for config in tried if matters(config, present, find_ops(tuple(ops)))]
+    tried = candidates(present, family, key_dim, value_dim, dtype)
+    trials = [replace(first, config=config) for config in tried if matters(config, present, found)]
     num_workers = num_workers or max(1, (os.cpu_count() or 2) - 2)
     outcomes = list(_right_ones(trials, present, num_workers, show))
     base = next((outcome for outcome in outcomes if outcome.config == present), None)
@@ -138,7 +150,7 @@ def tune(
     return Tuned(replace(first, config=best.config).row, best.score(base), measured)
 
 
-def join_best(outcomes: Sequence[Outcome], base: Outcome) -> AdditiveConfig:
+def join_best(outcomes: Sequence[Outcome], base: Outcome) -> Config:
     """The present row with, for each kernel, the tiles that gained most on their own."""
     joined = base.config
     for field in fields(joined):
@@ -155,7 +167,7 @@ def join_best(outcomes: Sequence[Outcome], base: Outcome) -> AdditiveConfig:
 
 
 def _right_ones(
-    trials: Sequence[Trial], present: AdditiveConfig, num_workers: int, show: Callable[[str], None]
+    trials: Sequence[Trial], present: Config, num_workers: int, show: Callable[[str], None]
 ) -> Iterator[Outcome]:
     """Check all, then time those that are right, one at a time on an otherwise idle device."""
     right: list[Trial] = []
@@ -192,8 +204,7 @@ def check_trial(trial: Trial) -> str:
                 if finding.faults:
                     return f"{op.name}, {case.name}: {finding.faults[0]}"
             # Other heads are other kernels: compile them here, side by side, and not while they are timed.
-            operands = random_operands(trial.sizes, dtype=trial.dtype, device=torch.device(trial.device))
-            call, _ = _call_on(op, operands, trial.backend)
+            call, _ = _call_on(op, trial)
             call().sum().backward()
             with torch.no_grad():
                 call()
@@ -202,15 +213,19 @@ def check_trial(trial: Trial) -> str:
 
 def time_trial(trial: Trial) -> dict[str, Timing]:
     """Times of a configuration for each recurrence."""
-    operands = random_operands(trial.sizes, dtype=trial.dtype, device=torch.device(trial.device))
+    times = {}
     with override([trial.row]):
-        calls = {op.name: _call_on(op, operands, trial.backend) for op in find_ops(trial.ops)}
-        return {name: time_both_ways(call, leaves, rep_ms=REP_MS) for name, (call, leaves) in calls.items()}
+        for op in find_ops(trial.ops):
+            call, leaves = _call_on(op, trial)
+            times[op.name] = time_both_ways(call, leaves, rep_ms=REP_MS)
+    return times
 
 
-def _call_on(op: Op, operands: Operands, backend: Any) -> tuple[Callable[[], Tensor], list[Tensor]]:
+def _call_on(op: Op, trial: Trial) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """A call of ``scan``, and the inputs that get gradients: all but RetNet's constants."""
-    operands = operands.map(lambda x: x.detach().requires_grad_(x.ndim > 1))
+    operands: Operands = op.operands(trial.sizes, dtype=trial.dtype, device=torch.device(trial.device))
+    operands = operands.map(lambda x: x.requires_grad_(x.ndim > 1))
+    backend: Any = trial.backend
 
     def call() -> Tensor:
         transition, write = op.make(operands)
@@ -220,20 +235,31 @@ def _call_on(op: Op, operands: Operands, backend: Any) -> tuple[Callable[[], Ten
     return call, [x for x in op.inputs(operands).values() if x.requires_grad]
 
 
-def matters(config: AdditiveConfig, present: AdditiveConfig, ops: Sequence[Op]) -> bool:
+def matters(config: Config, present: Config, ops: Sequence[Op]) -> bool:
     """Whether one of the recurrences runs a kernel that differs from the present row."""
-    channels = {"channel_decay" in op.uses for op in ops}
-    changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(present, f.name)]
-    shared = ("chunk_size", "fill", "summary")
-    return not changed or any(name in shared or name.startswith("channel_") in channels for name in changed)
+    changed = {f.name for f in fields(config) if getattr(config, f.name) != getattr(present, f.name)}
+    return not changed or any(not changed.isdisjoint(_read_by(op)) for op in ops)
 
 
-def _say(config: AdditiveConfig, present: AdditiveConfig) -> str:
+def _read_by(op: Op) -> set[str]:
+    """The fields of its family's row that a recurrence depends on."""
+    shared = {"chunk_size", "fill", "summary"}
+    has_channels = "channel_decay" in op.uses
+    if op.kernels == "additive":
+        if has_channels:
+            return {*shared, "channel_walk", "channel_pairs", "channel_gradients"}
+        return {*shared, "walk", "reverse", "gradients"} | ({"saving"} if "scalar_decay" in op.uses else set())
+    shared |= {"products", "product_registers", "reverse"}
+    shared |= {"channel_pairs", "channel_gradients"} if has_channels else {"gradients"}
+    return shared | ({"outputs"} if op.blocks > 1 else {"walk", "saving"})
+
+
+def _say(config: Config, present: Config) -> str:
     """A configuration by what differs from the present row."""
     changes = []
     for field in fields(config):
         value = getattr(config, field.name)
         if value != getattr(present, field.name):
-            tiles = value if isinstance(value, int) else "x".join(map(str, asdict(value).values()))
+            tiles = "x".join(map(str, asdict(value).values())) if isinstance(value, Tiles) else value
             changes.append(f"{field.name} {tiles}")
     return ", ".join(changes) or "present tiles"

@@ -67,9 +67,9 @@ def test_three_recurrences_with_erasures_meet_every_tile(script: Any, depth: str
         listed = [c for c in script.configurations(DELTA, depth=depth) if c.op == op and c.dtype == dtype]
         for family in FAMILIES:
             row_of = functools.partial(delta_config, family, dtype=DTYPES[dtype])
-            covered = {tile_class(row_of(c.key_dim), c.key_dim, c.value_dim) for c in listed}
+            covered = {tile_class(row_of(c.key_dim, c.value_dim), c.key_dim, c.value_dim) for c in listed}
             possible = {
-                tile_class(row_of(key_dim), key_dim, value_dim)
+                tile_class(row_of(key_dim, value_dim), key_dim, value_dim)
                 for key_dim in range(4, 513, 4)
                 for value_dim in range(4, 513, 12)
             }

@@ -1,5 +1,6 @@
 """A launch finds the kernel that was compiled for its arguments, and no other."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,17 @@ import torch
 
 from statemix.kernels import launch as module
 from statemix.kernels.additive_operands import AdditiveOperands
-from statemix.kernels.launch_config import AdditiveConfig, Tiles, TunedRow, compile_for, override
+from statemix.kernels.delta_operands import DeltaOperands
+from statemix.kernels.launch import recording
+from statemix.kernels.launch_config import (
+    AdditiveConfig,
+    Tiles,
+    TunedRow,
+    additive_config,
+    compile_for,
+    delta_config,
+    override,
+)
 
 
 class Kernel:
@@ -85,3 +96,39 @@ def test_a_plan_that_was_made_before_does_not_hide_a_tuned_row() -> None:
         with override([row]):
             assert _plan(operands).cut.chunks.count == 5
         assert _plan(operands).cut.chunks.count == before == 3
+
+
+def forward_and_backward(operands: AdditiveOperands | DeltaOperands, between: TunedRow) -> None:
+    """A scan whose backward pass runs after the row has come in front of the table."""
+    pytest.importorskip("triton")
+    from statemix.kernels.additive_triton import additive_backward, additive_forward
+    from statemix.kernels.delta_triton import delta_backward, delta_forward
+
+    with compile_for("sm_90"), recording():
+        if isinstance(operands, DeltaOperands):
+            output, _, saved = delta_forward(operands, scale=1.0, save=True)
+            with override([between]):
+                delta_backward(output, None, operands, saved, scale=1.0, needs_decay_grad=True)
+        else:
+            output, _, saved = additive_forward(operands, scale=1.0, save=True)
+            with override([between]):
+                additive_backward(output, None, operands, saved, scale=1.0, needs_decay_grad=True)
+
+
+@pytest.mark.parametrize("decay", [None, "scalar", "diagonal"])
+@pytest.mark.parametrize("change", [{"chunk_size": 32}, {"fill": 1}])
+def test_a_backward_pass_with_other_tiles_than_its_forward_pass_is_refused(
+    decay: str | None, change: dict[str, int]
+) -> None:
+    x = torch.empty(1, 4096, 1, 64, dtype=torch.bfloat16, device="meta")
+    gates = {"scalar": x[..., 0].float(), "diagonal": x.float()}
+    gate, sizes = gates.get(decay or ""), (64, 64, torch.bfloat16)
+    delta = DeltaOperands(x, None, x, x, None, None, gate, None, None, False)
+    present = delta_config("sm_90", *sizes)
+    forward_and_backward(delta, TunedRow("sm_90", *sizes, replace(present, reverse=Tiles(64, 8, 1))))
+    with pytest.raises(ValueError, match="run backward inside tuned"):
+        forward_and_backward(delta, TunedRow("sm_90", *sizes, replace(present, **change)))
+    if "chunk_size" in change:  # the additive family saves nothing of segments
+        row = TunedRow("sm_90", *sizes, replace(additive_config("sm_90", *sizes), **change))
+        with pytest.raises(ValueError, match="run backward inside tuned"):
+            forward_and_backward(AdditiveOperands(x, x, x, gate, None, None), row)

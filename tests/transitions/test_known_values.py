@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from statemix import scan
+from statemix import explain, scan
 from statemix.kernels import NormalForm
 from statemix.transitions import (
     BlockDiagonal,
@@ -75,20 +75,24 @@ def test_equal_one_hot_keys_are_exact_in_every_precision(dtype: torch.dtype) -> 
     assert torch.equal(scan(key, key, v, Householder(key, beta), write=beta, scale=1.0, form="chunk").output, v)
 
 
-def test_reflections_preserve_the_norm_of_the_state_over_4096_tokens() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_reflections_preserve_the_norm_of_the_state_over_4096_tokens(device: str) -> None:
     """Blocks of four channels, beta = 2, nothing written, float32."""
     key = F.normalize(torch.randn(1, 4096, 1, 2, 4), dim=-1).flatten(-2)
-    beta, silent = torch.full((1, 4096, 1), 2.0), torch.zeros(1, 4096, 1)
     state = torch.randn(1, 1, 8, 8)
-    final = scan(
-        key,
-        key,
-        torch.zeros(1, 4096, 1, 8),
-        BlockDiagonal(Householder(key, beta), 2),
-        write=silent,
-        initial_state=state,
-    ).final_state
+
+    def final_of(key: Tensor, state: Tensor) -> Tensor:
+        beta, silent = torch.full_like(key[..., 0], 2.0), torch.zeros_like(key[..., 0])
+        transition = BlockDiagonal(Householder(key, beta), 2)
+        given = {"write": silent, "initial_state": state, "form": "chunk"}
+        assert explain(key, key, torch.zeros_like(key), transition, **given).backend == (
+            "triton" if key.is_cuda else "torch"
+        )
+        return scan(key, key, torch.zeros_like(key), transition, **given).final_state
+
+    final = final_of(key.to(device), state.to(device)).cpu()
     assert float(final.norm() / state.norm()) == pytest.approx(1, abs=1e-4)
+    assert relative(final, final_of(key.double(), state.double())) < 1e-4
 
 
 @pytest.mark.parametrize("form", FORMS)
