@@ -228,7 +228,7 @@ def _products_kernel(
     b_ptr += (start * HB + head // (HV // HB)) * K
     place = (chunk * HV + head) * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :]
     not_earlier = steps[:, None] >= steps[None, :]
-    rest = tl.full([CHUNK, 1], 1.0, tl.float32)
+    rest = tl.full([CHUNK], 1.0, tl.float32)
     if DECAY == DIAGONAL:
         visible = tl.load(visible_ptr + place)
     else:
@@ -243,7 +243,7 @@ def _products_kernel(
         if DECAY == SCALAR:
             if READS_BEFORE:
                 high, low, high_end, low_end = load_gate(gate_ptr, start, head, steps, count, rows, HV)
-                rest = tl.exp2(high_end - high + (low_end - low))[:, None]
+                rest = tl.exp2(high_end - high + (low_end - low))
                 visible *= tl.exp2(tl.where(not_earlier, between(high, low, high, low, True), 0.0))
     visible = tl.where(not_earlier, visible, 0.0)
     inverse = tl.load(inverse_ptr + place)
@@ -256,36 +256,37 @@ def _products_kernel(
     if DECAY == SCALAR:
         if not READS_BEFORE:
             high, low, high_end, low_end = load_gate(gate_ptr, start, head, steps, count, rows, HV)
-            rest = tl.exp2(high_end - high + (low_end - low))[:, None]
+            rest = tl.exp2(high_end - high + (low_end - low))
             pairs *= tl.exp2(tl.where(not_earlier, between(high, low, high, low, True), 0.0))
     tl.store(pairs_ptr + place, pairs.to(dtype))
     if narrow_ptr is not None:
-        inverse = tl.load(inverse_ptr + place)  # anew, and the gate: kept through the products, they would spill
-        if DECAY == SCALAR:
-            if not READS_BEFORE:
-                high, low, _, _ = load_gate(gate_ptr, start, head, steps, count, rows, HV)
-                inverse *= tl.exp2(tl.where(not_earlier, between(high, low, high, low, True), 0.0))
-        tl.store(narrow_ptr + place, inverse.to(dtype))
-    # the transpose is loaded, not made: that of a tile just cast goes wrong on Hopper
-    inverse = tl.load(inverse_ptr + (chunk * HV + head) * CHUNK * CHUNK + steps[None, :] * CHUNK + steps[:, None])
-    inverse_high = inverse.to(dtype)
-    if IS_SPLIT:
-        inverse_low = low_part(inverse, inverse_high)
+        if DECAY == SCALAR and not READS_BEFORE:
+            inverse = tl.load(inverse_ptr + place)  # anew, and the gate: kept through the products, they would spill
+            high, low, _, _ = load_gate(gate_ptr, start, head, steps, count, rows, HV)
+            inverse *= tl.exp2(tl.where(not_earlier, between(high, low, high, low, True), 0.0))
+            tl.store(narrow_ptr + place, inverse.to(dtype))
+        else:
+            tl.store(narrow_ptr + place, inverse_high)
+    if DECAY == SCALAR:
+        if READS_BEFORE:
+            inverse = tl.load(inverse_ptr + place) * rest[:, None]
+            inverse_high = inverse.to(dtype)
+            if IS_SPLIT:
+                inverse_low = low_part(inverse, inverse_high)
     key_ptr += (start * HV + head) * K
     for block in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         columns = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        b = load_rows(b_ptr, steps, valid, columns, HB * K, K, BLOCK_K)
-        if DECAY == SCALAR:
-            if READS_BEFORE:
-                b = (b * rest).to(dtype)
-        key = tl.dot(inverse_high, b, input_precision=PRECISION)
+        if DECAY == DIAGONAL or K > BLOCK_K:  # else b is here
+            b = load_rows(b_ptr, steps, valid, columns, HB * K, K, BLOCK_K)
+        # W^T = b^T T: T lies where it did for Q
+        key = tl.dot(tl.trans(b), inverse_high, input_precision=PRECISION)
         if IS_SPLIT:
-            key = tl.dot(inverse_low, b, key)
+            key = tl.dot(tl.trans(b), inverse_low, key)
         if DECAY == SCALAR:
             if not READS_BEFORE:
-                key *= rest
-        mask = valid[:, None] & (columns < K)[None, :]
-        tl.store(key_ptr + steps[:, None] * (HV * K) + columns[None, :], key.to(dtype), mask=mask)
+                key *= rest[None, :]
+        mask = (columns < K)[:, None] & valid[None, :]
+        tl.store(key_ptr + steps[None, :] * (HV * K) + columns[:, None], key.to(dtype), mask=mask)
 
 
 class InverseProducts(NamedTuple):
@@ -338,7 +339,7 @@ def inverse_products(
             **_sizes(operands, chunks),
             "HQ": operands.q.shape[2],
             "HB": b.shape[2],
-            "BLOCK_K": tiles.block,
+            "BLOCK_K": tiles.fitted_to(operands.q.shape[-1]),
             "STEPS": operands.num_steps,
             "DECAY": decay_kind(operands.log_decay),
             "READS_BEFORE": _has_inner_decay(operands),

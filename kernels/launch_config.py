@@ -31,6 +31,10 @@ class Tiles:
     num_warps: int
     num_stages: int
 
+    def fitted_to(self, width: int) -> int:
+        """The block, or what heads of ``width`` channels need of it; from 64 on the products are as fast."""
+        return min(self.block, max(64, power_of_2_from(width)))
+
 
 class _Row:
     """What the rows of both tables share: ``chunk_size``, ``fill``, tiles, and when sequences are cut."""
@@ -94,8 +98,8 @@ class DeltaConfig(_Row):
 
     Attributes:
         chunk_size: micro-steps a chunk.
-        products: blocks over key_dim of the products with the inverse; for the gradients of pairs up to twice as wide,
-            over value_dim, and of those of a gate over key_dim too.
+        products: blocks over key_dim of the products with the inverse; of the gradients of pairs over value_dim, and of
+            those of a gate over key_dim too. Narrow heads take narrower ones.
         walk: blocks over value_dim of the walk that makes outputs.
         saving: the same while it saves what the gradients need.
         reverse: the same in the reverse walks.
@@ -191,7 +195,7 @@ def additive_config(family: Family, key_dim: int, value_dim: int, dtype: torch.d
 _DELTA_NVIDIA_16_BIT = {
     128: DeltaConfig(
         chunk_size=64,
-        products=Tiles(64, 4, 1),
+        products=Tiles(128, 4, 1),
         walk=Tiles(64, 4, 1),
         saving=Tiles(64, 4, 1),
         reverse=Tiles(64, 4, 3),
@@ -205,14 +209,14 @@ _DELTA_NVIDIA_16_BIT = {
     ),
     256: replace(
         DeltaConfig.uniform(64, Tiles(64, 8, 1)),
-        products=Tiles(64, 4, 1),
+        products=Tiles(128, 4, 1),
         gradients=Tiles(64, 4, 1),
         channel_pairs=Tiles(64, 4, 3),
         channel_gradients=Tiles(64, 4, 3),
     ),
     512: replace(
         DeltaConfig.uniform(32, Tiles(64, 8, 1)),
-        products=Tiles(64, 4, 1),
+        products=Tiles(32, 4, 1),
         gradients=Tiles(64, 4, 1),
         channel_pairs=Tiles(64, 4, 1),
         channel_gradients=Tiles(64, 4, 1),
@@ -321,7 +325,8 @@ def override(rows: Iterable[TunedRow]) -> Iterator[None]:
 # (block, num_warps) worth a try: fewer warps spill, more leave a warp without work.
 _TRIED_TILES = ((32, 4), (64, 4), (64, 8), (128, 8))
 _TRIED_STAGES = (1, 2, 3)
-_TRIED_NUMBERS = {"chunk_size": (32, 64), "fill": (128, 256, 512), "product_registers": (None, 128, 168)}
+_TRIED_CHUNK_SIZES = (32, 64)
+_TRIED_NUMBERS = {"fill": (128, 256, 512), "product_registers": (None, 128, 168)}
 
 
 def candidates(present: Config, family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> list[Config]:
@@ -338,6 +343,8 @@ def candidates(present: Config, family: Family, key_dim: int, value_dim: int, dt
             for (block, num_warps), stages in product(_TRIED_TILES, _TRIED_STAGES):
                 if least <= block <= widest:
                     others.append(Tiles(block, num_warps, stages))
+        elif field.name == "chunk_size":
+            others += [size for size in _TRIED_CHUNK_SIZES if size >= least]
         elif field.name != "product_registers" or family.startswith("sm_"):  # a limit that only NVIDIA's compiler knows
             others += _TRIED_NUMBERS[field.name]
         tried += [replace(present, **{field.name: other}) for other in others]

@@ -25,7 +25,7 @@ from torch import Tensor
 from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
-from .spans import Spans, power_of_2_from
+from .spans import Spans
 from .tile_triton import (
     SCALAR,
     between,
@@ -194,14 +194,14 @@ def pair_gradients(
     """Gradients of pairs of rows, without a diagonal decay; rows of no document get zeros.
 
     Args:
-        tiles: of the products; blocks are up to twice as wide, since few wide ones are faster than many.
+        tiles: of the products.
         max_registers: unless a gate gets its gradient, which would spill.
         dgate: [B T, HV] float32 to fill with what the pairs give to a scalar gate, or None.
     """
     q, a, b, v, rate, weight, *_ = operands
     heads, size = operands.num_heads, chunks.length
-    widest = v.shape[-1] if dgate is None else max(q.shape[-1], v.shape[-1])  # q, a and b are read for a gate only
-    block = min(2 * tiles.block, max(tiles.block, power_of_2_from(widest)))
+    # q, a and b are read for a gate only
+    block = tiles.fitted_to(v.shape[-1] if dgate is None else max(q.shape[-1], v.shape[-1]))
     pairs = q.new_empty(2, chunks.count, heads, size, size)
     made = PairGradients(
         pairs[0],
