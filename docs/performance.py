@@ -62,8 +62,9 @@ statemix bench --tuned tuned.json --key-dim 64
 statemix train RECIPE --tuned tuned.json
 ```
 
-Every candidate is held against float64 in a process of its own before it is timed. The file is JSON and can be kept; in
-Python `with statemix.kernels.tuned("tuned.json"):` goes around training or generation, backward passes included.
+Every candidate is held against float64 in a process of its own before its launches are timed. The file is JSON and can
+be kept; in Python `with statemix.kernels.tuned("tuned.json"):` goes around training or generation, backward passes
+included.
 
 ## Speed of linear attention and gates
 

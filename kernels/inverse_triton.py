@@ -22,8 +22,8 @@ parts each, high and low), to 1e-2 for three of bfloat16 and 6e-2 for one of tf3
 many bits as in tf32 and multiply twice as fast. They are taken for 16-bit inputs where no decay makes A small: what is
 below 6e-8 in it gets lost, and above 65504 overflows; unit keys keep A, T and T A at 2.
 For 16-bit inputs T takes part in Q and W as two parts, high and low. For float32 inputs A and T come from products
-without tensor cores: those cut off what they add up, always towards 0, and with them 4096 reflections took 1.7e-4 of the
-norm of a state that they should keep.
+without tensor cores: those cut off what they add up, always towards 0, and with them 4096 reflections took 1.7e-4 of
+the norm of a state that they should keep.
 
 A scalar decay waits until the end, since e^L_ik e^L_kj = e^L_ij: with A, T and P as without a decay,
 

@@ -2,8 +2,9 @@
 
 Each candidate differs from the present row in the tiles of one kernel. All of them are compiled and held against
 float64 first, several at a time, each in a process that it may take down; those that are right are then timed one by
-one. The best choice for each kernel goes into one row, which is checked and timed like the others. A row is as good as
-the geometric mean, over the recurrences asked for, of forward and of forward and backward against the present row.
+one, the launches alone, since what Python takes to start them differs by more from run to run. The best choice for each
+kernel goes into one row, which is checked and timed like the others. A row is as good as the geometric mean, over the
+recurrences asked for, of forward and of forward and backward against the present row.
 
 Each family of kernels has rows of its own, so recurrences of one family are tuned together.
 """
@@ -32,7 +33,7 @@ from statemix.transitions import scan
 
 from .against_float64 import Case, check_case
 from .ops import Op, Operands, Sizes, find_ops
-from .timing import Timing, time_both_ways
+from .timing import Timing, graph_ms, time_both_ways
 from .worker_pool import run_isolated
 
 # One whole batch, one that is cut into segments, packed documents that begin inside a chunk.
@@ -144,10 +145,17 @@ def tune(
         "sizes": str(sizes),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "torch": torch.__version__,
-        "ms": {op: asdict(timing) for op, timing in best.times.items()},
-        "ms_before": {op: asdict(timing) for op, timing in base.times.items()},
+        "ms": _milliseconds(best),
+        "ms_before": _milliseconds(base),
     }
     return Tuned(replace(first, config=best.config).row, best.score(base), measured)
+
+
+def _milliseconds(outcome: Outcome) -> dict[str, dict[str, float]]:
+    return {
+        op: {"forward_ms": timing.forward_ms, "forward_backward_ms": timing.forward_backward_ms}
+        for op, timing in outcome.times.items()
+    }
 
 
 def join_best(outcomes: Sequence[Outcome], base: Outcome) -> Config:
@@ -217,7 +225,10 @@ def time_trial(trial: Trial) -> dict[str, Timing]:
     with override([trial.row]):
         for op in find_ops(trial.ops):
             call, leaves = _call_on(op, trial)
-            times[op.name] = time_both_ways(call, leaves, rep_ms=REP_MS)
+            if trial.device == "cpu":
+                times[op.name] = time_both_ways(call, leaves, rep_ms=REP_MS)
+            else:
+                times[op.name] = Timing(*graph_ms(call, leaves, rep_ms=REP_MS), peak_bytes=0)
     return times
 
 
