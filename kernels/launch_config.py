@@ -32,7 +32,7 @@ class Tiles:
     num_stages: int
 
     def fitted_to(self, width: int) -> int:
-        """The block, or what heads of ``width`` channels need of it; from 64 on the products are as fast."""
+        """The block, less for heads of ``width`` channels that do not fill it, but not below 64 on that account."""
         return min(self.block, max(64, power_of_2_from(width)))
 
 
