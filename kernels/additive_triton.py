@@ -22,7 +22,7 @@ from .channel_gradients_triton import ChannelGradients, channel_gradients
 from .channel_pairs_triton import channel_pairs
 from .gate_triton import cumulative_gate
 from .gradients_triton import Gradients, gradients
-from .launch_config import AdditiveConfig, Tiles, additive_config, device_family
+from .launch_config import AdditiveConfig, Tiles, additive_config, check_same_tiles, device_family
 from .normal_form import sum_groups
 from .spans import Cut, Spans, ceil_div, cut_rows
 from .tile_triton import DIAGONAL, NO_DECAY, SCALAR, decay_kind
@@ -149,12 +149,10 @@ def _own_tensors(decayed: _Decayed, plan: _Plan) -> list[Tensor]:
 
 
 def _check_saved(saved: list[Tensor], plan: _Plan) -> None:
-    """What was saved is of chunks; other tiles in between would read it as chunks of another size."""
-    is_same = saved[0].shape[0] == plan.cut.chunks.count
-    if plan.decay == DIAGONAL.value:
-        is_same = is_same and saved[-1].shape[-1] == plan.config.chunk_size
-    if not is_same:
-        raise ValueError("tuned: expected the tiles of the forward pass, got others; run backward inside tuned() too")
+    """States are those of these chunks, and so are pairs."""
+    chunk_size = plan.config.chunk_size
+    saved_size = saved[-1].shape[-1] if plan.decay == DIAGONAL.value else chunk_size
+    check_same_tiles((saved[0].shape[0], saved_size), (plan.cut.chunks.count, chunk_size))
 
 
 def _saved_decayed(operands: AdditiveOperands, own: list[Tensor], plan: _Plan) -> _Decayed:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import delta_torch
-from .delta_operands import DeltaGradients, DeltaOperands, num_segments
+from .delta_operands import DeltaGradients, DeltaOperands, segments_of
 from .launch_config import delta_config, device_family
 from .scan_operators import ScanOperators, has_kernels
 from .spans import num_spans
@@ -82,10 +82,12 @@ def _saved_like(operands: DeltaOperands) -> list[Tensor]:
     size, num_documents = config.chunk_size, None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     num_chunks = num_spans(batch, num_rows, size, num_documents)
     keys = (batch, num_rows, num_heads, key_dim)
+    num_segments, segment_length = segments_of(operands, config)
     saved = [
         q.new_empty(num_chunks, num_heads, key_dim, value_dim),  # states at chunk starts
         v.new_empty(batch, num_rows, num_heads, value_dim),  # u
-        q.new_empty(num_segments(operands, config), num_heads, key_dim, key_dim, dtype=torch.float32),  # their maps
+        q.new_empty(num_segments, num_heads, key_dim, key_dim, dtype=torch.float32),  # their maps
+        q.new_empty(segment_length, 0),
         q.new_empty(num_chunks, num_heads, size, size),  # pairs of rows
         q.new_empty(keys),
     ]

@@ -91,12 +91,15 @@ class DeltaOperands(NamedTuple):
         return DeltaOperands(*values)
 
 
-def num_segments(operands: DeltaOperands, config: DeltaConfig) -> int:
-    """Segments of a walk over these rows, 0 where sequences stay whole. Sizes may be symbolic."""
+def segments_of(operands: DeltaOperands, config: DeltaConfig) -> tuple[int, int]:
+    """Segments of a walk over these rows and the rows of one; 0 and 0 where sequences stay whole.
+
+    Sizes may be symbolic.
+    """
     (batch, rows, _, value_dim), heads = operands.v.shape, operands.num_heads
     num_documents = None if operands.cu_seqlens is None else operands.cu_seqlens.shape[0] - 1
     programs = heads * ceil_div(value_dim, config.walk.block) * (batch if num_documents is None else num_documents)
-    return config.cut_rule.num_segments(batch, rows, programs, num_documents)
+    return config.cut_rule.segments(batch, rows, programs, num_documents)
 
 
 class DeltaGradients(NamedTuple):

@@ -27,7 +27,7 @@ from .delta_outputs_triton import delta_outputs
 from .delta_walk_triton import DeltaWalkInputs, delta_walk, join_maps
 from .gate_triton import cumulative_gate
 from .inverse_triton import inverse_products
-from .launch_config import DeltaConfig, delta_config, device_family
+from .launch_config import DeltaConfig, check_same_tiles, delta_config, device_family
 from .normal_form import sum_groups
 from .spans import Cut, ceil_div, cut_rows
 from .tile_triton import decay_kind
@@ -73,7 +73,8 @@ def delta_forward(operands: DeltaOperands, *, scale: float, save: bool) -> tuple
     final = _walk_forward(
         operands, products, plan, maps, scale=scale, output=output, states=states, corrected=(inverse, corrected)
     )
-    return output, final, [states, corrected, maps, *_own_tensors(products, operands)]
+    cut = operands.q.new_empty(_segments(plan)[1], 0)  # says how long segments are, which their number need not
+    return output, final, [states, corrected, maps, cut, *_own_tensors(products, operands)]
 
 
 def delta_backward(
@@ -90,9 +91,12 @@ def delta_backward(
     grad_final = None if grad_final is None else grad_final.contiguous()
     plan = _plan(operands)
     if saved:
-        states, corrected, maps, *own = saved
-        _check_saved(states, maps, own[0], plan)
-        products = _saved_products(operands, own)
+        states, corrected, maps, cut, pairs, *own = saved
+        check_same_tiles(
+            (states.shape[0], pairs.shape[-1], maps.shape[0], cut.shape[0]),
+            (plan.cut.chunks.count, plan.config.chunk_size, *_segments(plan)),
+        )
+        products = _saved_products(operands, [pairs, *own])
     else:
         states, maps = _chunk_states(operands, plan), _empty_maps(operands, plan)
         corrected = _empty_values(operands)
@@ -136,12 +140,10 @@ def _plan(operands: DeltaOperands) -> _Plan:
     return _Plan(config, cut)
 
 
-def _check_saved(states: Tensor, maps: Tensor, pairs: Tensor, plan: _Plan) -> None:
-    """What was saved is of these chunks and segments; other tiles in between would read it as others."""
-    num_segments = 0 if plan.cut.segments is None else plan.cut.segments.count
-    given = (states.shape[0], pairs.shape[-1], maps.shape[0])
-    if given != (plan.cut.chunks.count, plan.config.chunk_size, num_segments):
-        raise ValueError("tuned: expected the tiles of the forward pass, got others; run backward inside tuned() too")
+def _segments(plan: _Plan) -> tuple[int, int]:
+    """Their number and the rows of one; 0 and 0 where sequences stay whole."""
+    segments = plan.cut.segments
+    return (0, 0) if segments is None else (segments.count, segments.length)
 
 
 def _is_diagonal(operands: DeltaOperands) -> bool:
@@ -162,8 +164,7 @@ def _empty_values(operands: DeltaOperands) -> Tensor:
 def _empty_maps(operands: DeltaOperands, plan: _Plan) -> Tensor:
     """P of every segment, unwritten; none where sequences stay whole."""
     heads, key_dim = operands.num_heads, operands.q.shape[-1]
-    count = 0 if plan.cut.segments is None else plan.cut.segments.count
-    return operands.q.new_empty(count, heads, key_dim, key_dim, dtype=torch.float32)
+    return operands.q.new_empty(_segments(plan)[0], heads, key_dim, key_dim, dtype=torch.float32)
 
 
 def _products(

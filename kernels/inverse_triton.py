@@ -21,9 +21,9 @@ Where keys repeat and beta is 2, errors of products grow to 3e-4 in T for three 
 parts each, high and low), to 1e-2 for three of bfloat16 and 6e-2 for one of tf32 (simulated). Parts in float16 have as
 many bits as in tf32 and multiply twice as fast. They are taken for 16-bit inputs where no decay makes A small: what is
 below 6e-8 in it gets lost, and above 65504 overflows; unit keys keep A, T and T A at 2.
-For 16-bit inputs T takes part in Q and W as two parts, high and low. For float32 inputs A and T come from products
-without tensor cores: those cut off what they add up, always towards 0, and with them 4096 reflections took 1.7e-4 of
-the norm of a state that they should keep.
+For 16-bit inputs T takes part in Q and W as two parts, high and low. For float32 inputs T, and A unless a diagonal
+decay has made it, come from products without tensor cores: tensor cores cut off what they add up, always towards 0, and
+4096 reflections then took 1.7e-4 of the norm of a state that they should keep.
 
 A scalar decay waits until the end, since e^L_ik e^L_kj = e^L_ij: with A, T and P as without a decay,
 
@@ -368,9 +368,12 @@ def _launch_inverse(
     elif _has_inner_decay(operands):
         given, decay = (a, b, rate, gate, None), SCALAR.value
     inverse = b.new_empty(chunks.count, operands.num_heads, size, size, dtype=torch.float32)
-    exact = "ieee" if is_wide else products_in(torch.float32, family)
-    if decay == NO_DECAY.value and not is_wide and family.startswith("sm_"):
-        exact = "float16x3"
+    if is_wide:
+        precision = exact = "ieee"
+    else:
+        precision, exact = products_in(b.dtype, family), products_in(torch.float32, family)
+        if decay == NO_DECAY.value and family.startswith("sm_"):
+            exact = "float16x3"
     launch(
         _inverse_kernel,
         (chunks.count * inverse.shape[1],),
@@ -379,10 +382,10 @@ def _launch_inverse(
             **_sizes(operands, chunks),
             "HA": a.shape[2],
             "HB": b.shape[2],
-            # one warp holds whole rows of a usual head; float32 ones are twice as wide, and split for three products
+            # one warp holds whole rows of a usual head; float32 ones are twice as wide
             "BLOCK_K": max(16, power_of_2_from(min(b.shape[-1], 32 if is_wide else 128))),
             "DECAY": decay,
-            "PRECISION": "ieee" if is_wide else products_in(b.dtype, family),
+            "PRECISION": precision,  # in place of that of the sizes
             "EXACT": exact,
         },
         num_warps=1,

@@ -32,7 +32,7 @@ class Tiles:
     num_stages: int
 
     def fitted_to(self, width: int) -> int:
-        """The block, less for heads of ``width`` channels that do not fill it, but not below 64 on that account."""
+        """The block, narrowed to heads of ``width`` channels, but not below 64, from where the products are as fast."""
         return min(self.block, max(64, power_of_2_from(width)))
 
 
@@ -98,8 +98,8 @@ class DeltaConfig(_Row):
 
     Attributes:
         chunk_size: micro-steps a chunk.
-        products: blocks over key_dim of the products with the inverse; of the gradients of pairs over value_dim, and of
-            those of a gate over key_dim too. Narrow heads take narrower ones.
+        products: blocks over key_dim of the products with the inverse; over value_dim of the gradients of pairs, and
+            over key_dim there where a gate gets its gradient. See ``Tiles.fitted_to``.
         walk: blocks over value_dim of the walk that makes outputs.
         saving: the same while it saves what the gradients need.
         reverse: the same in the reverse walks.
@@ -109,8 +109,8 @@ class DeltaConfig(_Row):
         channel_pairs: blocks over key_dim; diagonal decay.
         channel_gradients: blocks over key_dim; diagonal decay.
         fill: programs that keep the device busy; see ``CutRule``.
-        product_registers: the most that a thread of the products, or of the gradients of pairs, takes; None for no
-            limit.
+        product_registers: the most that a thread takes in the kernel of the products, and in that of the gradients of
+            pairs unless a gate gets its gradient; None for no limit.
     """
 
     USUAL_FILL: ClassVar[int] = 128
@@ -216,7 +216,7 @@ _DELTA_NVIDIA_16_BIT = {
     ),
     512: replace(
         DeltaConfig.uniform(32, Tiles(64, 8, 1)),
-        products=Tiles(32, 4, 1),
+        products=Tiles(32, 4, 1),  # no right operand is as narrow: the block is rows, or the axis that is summed
         gradients=Tiles(64, 4, 1),
         channel_pairs=Tiles(64, 4, 1),
         channel_gradients=Tiles(64, 4, 1),
@@ -240,7 +240,10 @@ _DELTA_INTERPRETER = {512: DeltaConfig.uniform(32, Tiles(16, 4, 1), fill=16)}
 
 
 def delta_config(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> DeltaConfig:
-    """The same of the delta family; K of one block where a head has several."""
+    """The row of the delta family's table for heads of this size; ``tuned`` puts a file's rows in front.
+
+    Blocks count as heads: key_dim is that of one.
+    """
     chosen = _overrides.get((DeltaConfig, family, key_dim, value_dim, dtype))
     if chosen is not None:
         return cast(DeltaConfig, chosen)
@@ -284,6 +287,7 @@ def products_in(dtype: torch.dtype, family: Family) -> str:
 
     Where inputs have 16 bits they are intermediate results, and tf32 is finer than the inputs. For float32 inputs the
     product is to be one of float32: by three tf32 products, off by 2^-22, or by CDNA's matrix units, which have it.
+    Tensor cores cut off what they add up, towards 0, which tells over a long chain: see ``inverse_triton``.
     """
     if dtype != torch.float32:
         return "tf32"
@@ -292,13 +296,22 @@ def products_in(dtype: torch.dtype, family: Family) -> str:
 
 @dataclass(frozen=True)
 class TunedRow:
-    """A configuration for one size of head on one family of devices, in place of the table's."""
+    """A configuration for one size of head on one family of devices, in place of the table's.
+
+    Attributes:
+        key_dim: K, of one block where a head has several.
+    """
 
     family: Family
     key_dim: int
     value_dim: int
     dtype: torch.dtype
     config: Config
+
+    @property
+    def key(self) -> tuple[type[Config], Family, int, int, torch.dtype]:
+        """What it is for."""
+        return type(self.config), self.family, self.key_dim, self.value_dim, self.dtype
 
 
 # Not a context variable: autograd runs backward passes in threads of its own, which would not see one.
@@ -312,9 +325,7 @@ def override(rows: Iterable[TunedRow]) -> Iterator[None]:
     The backward pass of a call belongs inside too: it reads states at the chunk borders of its forward pass.
     """
     before = dict(_overrides)
-    _overrides.update(
-        {(type(row.config), row.family, row.key_dim, row.value_dim, row.dtype): row.config for row in rows}
-    )
+    _overrides.update({row.key: row.config for row in rows})
     try:
         yield
     finally:
@@ -322,30 +333,47 @@ def override(rows: Iterable[TunedRow]) -> Iterator[None]:
         _overrides.update(before)
 
 
+def check_same_tiles(saved: tuple[int, ...], now: tuple[int, ...]) -> None:
+    """What a forward pass saved lies in these chunks and segments; backward would read other ones as these.
+
+    Raises:
+        ValueError: other tiles have come in between.
+    """
+    if saved != now:
+        raise ValueError(
+            f"tiles: expected those of the forward pass, whose chunks and segments are {saved}, got others, with {now};"
+            " run backward inside the same tuned() as forward"
+        )
+
+
 # (block, num_warps) worth a try: fewer warps spill, more leave a warp without work.
-_TRIED_TILES = ((32, 4), (64, 4), (64, 8), (128, 8))
+_TRIED_TILES = ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8))
 _TRIED_STAGES = (1, 2, 3)
 _TRIED_CHUNK_SIZES = (32, 64)
 _TRIED_NUMBERS = {"fill": (128, 256, 512), "product_registers": (None, 128, 168)}
 
 
-def candidates(present: Config, family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> list[Config]:
-    """What tuning tries: the present row, then rows that differ from it in the tiles of one kernel.
+def candidates(present: TunedRow) -> list[Config]:
+    """What tuning tries: the present row, then rows that differ from it in the tiles of one kernel or in one number.
 
-    On Hopper no 16-bit block is narrower than 64 columns: its default compiler can get those products wrong.
+    On Hopper no right operand of 16 bits is narrower than 64 columns: its default compiler can get those products
+    wrong. Of the tiles only those of the products may be, whose block is never its columns.
     """
-    least = 64 if family == "sm_90" and dtype != torch.float32 else 16
-    widest = max(16, power_of_2_from(max(key_dim, value_dim)))
-    tried = [present]
-    for field in fields(present):
-        before, others = getattr(present, field.name), list[Any]()
+    on_hopper = present.family == "sm_90" and present.dtype != torch.float32
+    widest = max(16, power_of_2_from(max(present.key_dim, present.value_dim)))
+    tried = [present.config]
+    for field in fields(present.config):
+        before, others = getattr(present.config, field.name), list[Any]()
+        least = 64 if on_hopper and field.name != "products" else 16
         if isinstance(before, Tiles):
+            same = replace(before, block=min(before.block, widest))
             for (block, num_warps), stages in product(_TRIED_TILES, _TRIED_STAGES):
                 if least <= block <= widest:
                     others.append(Tiles(block, num_warps, stages))
+            others = [tiles for tiles in others if tiles != same]
         elif field.name == "chunk_size":
             others += [size for size in _TRIED_CHUNK_SIZES if size >= least]
-        elif field.name != "product_registers" or family.startswith("sm_"):  # a limit that only NVIDIA's compiler knows
+        elif field.name != "product_registers" or present.family.startswith("sm_"):  # NVIDIA's compiler alone knows it
             others += _TRIED_NUMBERS[field.name]
-        tried += [replace(present, **{field.name: other}) for other in others]
+        tried += [replace(present.config, **{field.name: other}) for other in others]
     return list(dict.fromkeys(tried))

@@ -138,10 +138,12 @@ class CutRule:
 
     def is_cut(self, rows: int, programs: int) -> bool:
         """There is room for the fewest segments, and a sequence is longer than one."""
-        return self.num_segments(1, rows, programs, None) > 0
+        return self.segments(1, rows, programs, None)[0] > 0
 
-    def num_segments(self, batch: int, rows: int, programs: int, num_documents: int | None) -> int:
-        """How many there are, 0 where nothing ``is_cut``. It is arithmetic, and sizes may be symbolic.
+    def segments(self, batch: int, rows: int, programs: int, num_documents: int | None) -> tuple[int, int]:
+        """How many there are and the rows of one, 0 and 0 where nothing ``is_cut``.
+
+        It is arithmetic, and sizes may be symbolic.
 
         Args:
             programs: that walk all sequences side by side.
@@ -149,7 +151,8 @@ class CutRule:
         length = self.segment_length(rows, programs)
         has_room = torch.sym_min(self.fill // (self.fewest * torch.sym_max(programs, 1)), 1)
         is_longer = torch.sym_min(torch.sym_max(rows - length, 0), 1)
-        return has_room * is_longer * num_spans(batch, rows, length, num_documents)
+        is_cut = has_room * is_longer
+        return is_cut * num_spans(batch, rows, length, num_documents), is_cut * length
 
 
 def cut_rows(batch: int, rows: int, offsets: Tensor | None, programs: int, rule: CutRule) -> Cut:

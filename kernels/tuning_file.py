@@ -5,8 +5,8 @@
                             "config": {"chunk_size": 64, "walk": {"block": 64, "num_warps": 4, "num_stages": 2}, ...},
                             "measured": {...}}]}
 
-``kernels`` is the family of kernels, additive or delta, whose configuration it is. ``measured`` says where the row
-comes from; it is for people and is not read.
+``kernels`` is the family of kernels, additive or delta, whose configuration it is; ``key_dim`` is that of one block
+where a head has several. ``measured`` says where the row comes from; it is for people and is not read.
 """
 
 import json
@@ -34,12 +34,12 @@ FORMAT = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CONFIGS: dict[str, type[Config]] = {"additive": AdditiveConfig, "delta": DeltaConfig}
-_CHUNK_SIZES = {AdditiveConfig: (16, 32, 64, 128), DeltaConfig: (16, 32, 64)}  # of those the inverse is made
+_CHUNK_SIZES = {AdditiveConfig: (16, 32, 64, 128), DeltaConfig: (16, 32, 64)}  # larger ones have no inverse
 _ALLOWED: dict[str, Sequence[int]] = {
     "block": (16, 32, 64, 128, 256),
     "num_warps": (1, 2, 4, 8, 16),
     "num_stages": (1, 2, 3, 4, 5, 6),
-    "product_registers": range(24, 256),
+    "product_registers": range(24, 256),  # what a compiler takes as a limit
 }
 _SIZES = range(1, 513)
 
@@ -129,7 +129,7 @@ def _config(kind: type[Config], content: Any, place: str) -> Config:
             values[field.name] = _tiles(value, where)
         elif field.name == "chunk_size":
             values[field.name] = _one_of(value, _CHUNK_SIZES[kind], where)
-        elif value is None and field.default is None:
+        elif field.default is None and value is None:
             values[field.name] = None
         else:
             values[field.name] = _number(value, field.name, where)

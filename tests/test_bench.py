@@ -150,6 +150,23 @@ def test_tuning_writes_its_file_and_says_what_it_gained(
     assert "gla: 1.25 times as fast" in printed and "kda: none is faster" in printed
 
 
+def test_what_was_tuned_is_kept_when_the_next_family_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from statemix.kernels.tuning_file import load_tuning
+    from statemix.tuning import Tuned
+
+    row = TunedRow("sm_90", 8, 8, torch.float32, additive_config("sm_90", 8, 8, torch.float32))
+
+    def tune(sizes: Sizes, *, ops: list[str], **options: Any) -> Tuned:
+        if "kda" in ops:
+            raise ValueError("a fault")
+        return Tuned(row, 1.0, {})
+
+    monkeypatch.setattr("statemix.tuning.tune", tune)
+    with pytest.raises(ValueError, match="a fault"):
+        main(["bench", *TINY, "--tune", "--out", "t.json"])
+    assert load_tuning("t.json") == [row]
+
+
 def test_recurrences_are_tuned_together_where_they_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     from statemix.tuning import Tuned
 

@@ -18,8 +18,7 @@ from statemix.kernels.launch_config import (
     delta_config,
 )
 from statemix.ops import Sizes, find_ops
-from statemix.timing import Timing
-from statemix.tuning import Outcome, Trial, join_best, matters, tune
+from statemix.tuning import Both, Outcome, Trial, join_best, matters, tune
 from statemix.worker_pool import Done
 
 SIZES = Sizes(1, 20, 1, 1, 16, 16)
@@ -46,8 +45,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
         for task in tasks:
             yield Done(task, function(task), "", 0.0)
 
-    def times(trial: Trial) -> dict[str, Timing]:
-        return {op: Timing(milliseconds(trial.config), 2 * milliseconds(trial.config), 0) for op in trial.ops}
+    def times(trial: Trial) -> dict[str, Both]:
+        return {op: Both(milliseconds(trial.config), 2 * milliseconds(trial.config)) for op in trial.ops}
 
     tried = [PRESENT, FAST_WALK, FASTER_WALK, FAST_SUMMARY, WRONG]
     monkeypatch.setattr(tuning, "run_isolated", run_here)
@@ -77,18 +76,32 @@ def test_a_gain_within_the_noise_keeps_the_present_row(device: None, monkeypatch
     assert tuned.row.config == PRESENT and tuned.score == 1
 
 
+def test_tiles_that_are_wrong_for_another_recurrence_of_their_row_are_not_kept(
+    device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(tuning, "candidates", lambda row: [PRESENT, FAST_WALK])
+    wrong = "off by 2"
+    monkeypatch.setattr(
+        tuning, "check_trial", lambda trial: wrong if (trial.config, trial.ops) == (FAST_WALK, ("retnet",)) else ""
+    )
+    tuned = tune_here(lines)
+    assert tuned.row.config == PRESENT and tuned.score == 1
+    assert lines[-1] == "walk 16x8x2: left out, off by 2"
+
+
 def test_a_present_row_that_is_wrong_ends_it(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "check_trial", lambda trial: "off by 1")
     with pytest.raises(ValueError, match="expected the present tiles to run and to be right"):
         tune_here([])
 
 
-def test_without_a_gpu_and_for_other_kernels_it_says_so() -> None:
+def test_without_a_gpu_and_for_recurrences_of_two_rows_it_says_so() -> None:
     arguments: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "show": print}
     with pytest.raises(ValueError, match="expected a GPU, got device cpu"):
         tune(SIZES, ops=["gla"], **arguments)
     for ops in (["gla", "kda"], ["kda", "kda_blocks"]):
-        with pytest.raises(ValueError, match=f"one family of kernels .* got {', '.join(ops)}; tune the others apart"):
+        with pytest.raises(ValueError, match=f"one family of kernels .* got {ops[0]} .*, {ops[1]} .*; tune them apart"):
             tune(SIZES, ops=ops, backend="torch", **arguments)
 
 
@@ -127,15 +140,15 @@ def test_a_row_of_the_delta_family_is_of_the_channels_of_one_block(
     present = delta_config("interpreter", key_dim, 16, torch.float32)
     faster = replace(present, reverse=Tiles(16, 8, 2))
     monkeypatch.setattr(tuning, "candidates", lambda *given: [present, faster])
-    monkeypatch.setattr(tuning, "time_trial", lambda trial: {name: Timing(1.0 + (trial.config == present), 2.0, 0)})
+    monkeypatch.setattr(tuning, "time_trial", lambda trial: {name: Both(1.0 + (trial.config == present), 2.0)})
     made = tune(SIZES, dtype=torch.float32, ops=[name], device=CPU, show=print, num_workers=1, backend="torch")
     assert made.row == TunedRow("interpreter", key_dim, 16, torch.float32, faster)
 
 
 def test_joining_changes_nothing_without_a_gain() -> None:
-    base = Outcome(PRESENT, {"gla": Timing(1.0, 2.0, 0)})
+    base = Outcome(PRESENT, {"gla": Both(1.0, 2.0)})
     slower = [
-        Outcome(config, {"gla": Timing(1.1, 2.0, 0)})
-        for config in candidates(PRESENT, "interpreter", 16, 16, torch.float32)
+        Outcome(config, {"gla": Both(1.1, 2.0)})
+        for config in candidates(TunedRow("interpreter", 16, 16, torch.float32, PRESENT))
     ]
     assert join_best(slower, base) == PRESENT

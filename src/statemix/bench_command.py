@@ -18,7 +18,7 @@ from .bench import (
 )
 from .ops import OPS, Sizes, find_ops, names_of
 
-# One for each kind of decay: they run every kernel of the delta family but the outputs of blocks.
+# Timed where --op names none: one for each kind of decay. Their row serves the others too, which are only checked.
 STAND_FOR_DELTA = ("deltanet", "gated_deltanet", "kda")
 SIZES_OF_RECIPE = ("num_heads", "num_value_heads", "key_dim", "value_dim")
 
@@ -69,14 +69,14 @@ def _tune(arguments: argparse.Namespace, sizes: Sizes, *, dtype: torch.dtype, de
 
     out = arguments.out
     if not out.parent.is_dir():
-        raise ValueError(f"out: expected a file in a folder that exists, got {str(out)!r}; make {out.parent} first")
+        raise ValueError(f"--out: expected a file in a folder that exists, got {str(out)!r}; make {out.parent} first")
     rows = []
     for names in _tuned_together(arguments.op, sizes.key_dim):
         tuned = tune(sizes, dtype=dtype, ops=names, device=device, show=lambda text: print(text, flush=True))
         rows.append((tuned.row, tuned.measured))
+        save_tuning(out, rows)  # each as it comes: what follows may fail, or be interrupted
         gain = f"{1 / tuned.score:.2f} times as fast as" if tuned.score < 1 else "none is faster than"
         print(f"{', '.join(names)}: {gain} the present tiles on the mean", flush=True)
-    save_tuning(out, rows)
     print(f"written to {out}, for statemix train or bench --tuned {out}")
 
 
@@ -85,6 +85,9 @@ def _tuned_together(names: list[str] | None, key_dim: int) -> list[list[str]]:
     chosen = find_ops(names or [*names_of("additive"), *STAND_FOR_DELTA])
     for op in chosen:
         if key_dim % op.blocks:
-            raise ValueError(f"--key-dim: expected a multiple of the {op.blocks} blocks of {op.name}, got {key_dim}")
+            raise ValueError(
+                f"--key-dim: expected a multiple of the {op.blocks} blocks of {op.name}, got {key_dim}; choose another,"
+                f" or leave {op.name} out of --op"
+            )
     kinds = dict.fromkeys((op.kernels, op.blocks) for op in chosen)
     return [[op.name for op in chosen if (op.kernels, op.blocks) == kind] for kind in kinds]

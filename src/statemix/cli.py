@@ -351,7 +351,12 @@ def _add_bench(commands: Commands) -> None:
         example="statemix bench --op gla kda --key-dim 64 --value-dim 64 --tune --out tuned.json",
     )
     _add_recipe(command, is_required=False)
-    command.add_argument("--op", metavar="NAME", nargs="+", help="gla, retnet, deltanet, ... (default: all)")
+    command.add_argument(
+        "--op",
+        metavar="NAME",
+        nargs="+",
+        help="gla, retnet, deltanet, ... (default: all; with --tune those that stand for the others)",
+    )
     sizes = {
         "batch": "default: 8 on a GPU, 1 on a CPU, training.batch_size for a recipe",
         "seq-len": "tokens (default: 2048 on a GPU, 512 on a CPU, training.seq_len for a recipe)",

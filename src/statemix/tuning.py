@@ -6,14 +6,15 @@ one, the launches alone, since what Python takes to start them differs by more f
 kernel goes into one row, which is checked and timed like the others. A row is as good as the geometric mean, over the
 recurrences asked for, of forward and of forward and backward against the present row.
 
-Each family of kernels has rows of its own, so recurrences of one family are tuned together.
+Each family of kernels has rows of its own, so recurrences of one family are tuned together. A row serves all of them:
+the best one is checked for those that were not asked for too.
 """
 
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +33,8 @@ from statemix.kernels.launch_config import (
 from statemix.transitions import scan
 
 from .against_float64 import Case, check_case
-from .ops import Op, Operands, Sizes, find_ops
-from .timing import Timing, graph_ms, time_both_ways
+from .ops import OPS, Op, Operands, Sizes, find_ops
+from .timing import graph_ms, time_both_ways
 from .worker_pool import run_isolated
 
 # One whole batch, one that is cut into segments, packed documents that begin inside a chunk.
@@ -45,6 +46,16 @@ CHECKS = (
 LEAST_GAIN = 0.01  # of the time; less is noise between two runs of one kernel
 TIMEOUT_S = 180.0
 REP_MS = 100  # spent on each figure
+
+
+class Both(NamedTuple):
+    """Milliseconds of a forward pass, and of forward and backward."""
+
+    forward_ms: float
+    forward_backward_ms: float
+
+
+Times = dict[str, Both]
 
 
 @dataclass(frozen=True)
@@ -73,20 +84,21 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A configuration that is right, with its times by recurrence."""
+    """A configuration that is right.
+
+    Attributes:
+        times: milliseconds by recurrence.
+    """
 
     config: Config
-    times: dict[str, Timing]
+    times: Times
 
     def score(self, present: "Outcome") -> float:
         """Geometric mean of times relative to those of the present row: below 1 is faster."""
         logs = [
             math.log(mine / theirs)
-            for op, timing in self.times.items()
-            for mine, theirs in (
-                (timing.forward_ms, present.times[op].forward_ms),
-                (timing.forward_backward_ms, present.times[op].forward_backward_ms),
-            )
+            for op, both in self.times.items()
+            for mine, theirs in zip(both, present.times[op], strict=True)
         ]
         return math.exp(sum(logs) / len(logs))
 
@@ -113,23 +125,26 @@ def tune(
     """Try the candidates for heads of this size; ``show`` gets a line for each as it ends.
 
     Raises:
-        ValueError: no GPU, a recurrence without tiles to choose, or the present row itself is wrong.
+        ValueError: no GPU, recurrences that do not share a row, or the present row itself is wrong.
     """
     if device.type != "cuda" and backend == "triton":
         raise ValueError(f"tune: expected a GPU, got device {device.type}; the torch forms have no tiles to choose")
     found = find_ops(tuple(ops))
     kinds = {(op.kernels, op.blocks) for op in found}
     if len(kinds) != 1:
+        got = ", ".join(f"{op.name} ({op.kernels}, {op.blocks} blocks)" for op in found)
         raise ValueError(
-            f"op: expected recurrences of one family of kernels and with as many blocks to tune together, got "
-            f"{', '.join(ops)}; tune the others apart"
+            "ops: expected recurrences that share a row, of one family of kernels and one number of blocks, got "
+            f"{got}; tune them apart"
         )
     [(kernels, blocks)] = kinds
-    family, key_dim, value_dim = device_family(device), sizes.key_dim // blocks, sizes.value_dim
+    if sizes.key_dim % blocks:
+        raise ValueError(f"key_dim: expected a multiple of {blocks} blocks, got {sizes.key_dim}; choose another")
     row_of = additive_config if kernels == "additive" else delta_config
-    present: Config = row_of(family, key_dim, value_dim, dtype)
+    family = device_family(device)
+    present: Config = row_of(family, sizes.key_dim // blocks, sizes.value_dim, dtype)
     first = Trial(present, family, sizes, dtype, tuple(ops), str(device), backend)
-    tried = candidates(present, family, key_dim, value_dim, dtype)
+    tried = candidates(first.row)
     trials = [replace(first, config=config) for config in tried if matters(config, present, found)]
     num_workers = num_workers or max(1, (os.cpu_count() or 2) - 2)
     outcomes = list(_right_ones(trials, present, num_workers, show))
@@ -141,21 +156,16 @@ def tune(
         outcomes += _right_ones([replace(first, config=joined)], present, 1, show)
     best = min(outcomes, key=lambda outcome: outcome.score(base))
     best = best if best.score(base) < 1 - LEAST_GAIN else base
+    if best is not base and not _is_right_for_all(replace(first, config=best.config), present, num_workers, show):
+        best = base
     measured = {
         "sizes": str(sizes),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "torch": torch.__version__,
-        "ms": _milliseconds(best),
-        "ms_before": _milliseconds(base),
+        "ms": {op: both._asdict() for op, both in best.times.items()},
+        "ms_before": {op: both._asdict() for op, both in base.times.items()},
     }
     return Tuned(replace(first, config=best.config).row, best.score(base), measured)
-
-
-def _milliseconds(outcome: Outcome) -> dict[str, dict[str, float]]:
-    return {
-        op: {"forward_ms": timing.forward_ms, "forward_backward_ms": timing.forward_backward_ms}
-        for op, timing in outcome.times.items()
-    }
 
 
 def join_best(outcomes: Sequence[Outcome], base: Outcome) -> Config:
@@ -188,11 +198,22 @@ def _right_ones(
         if timed.result is None:
             show(f"{_say(timed.task.config, present)}: left out, {timed.failure}")
             continue
-        times = "  ".join(
-            f"{op} {timing.forward_ms:.3f} / {timing.forward_backward_ms:.3f}" for op, timing in timed.result.items()
-        )
+        times = "  ".join(f"{op} {forward:.3f} / {both:.3f}" for op, (forward, both) in timed.result.items())
         show(f"{_say(timed.task.config, present)}: {times} ms")
         yield Outcome(timed.task.config, timed.result)
+
+
+def _is_right_for_all(trial: Trial, present: Config, num_workers: int, show: Callable[[str], None]) -> bool:
+    """Check a configuration for the recurrences that share its row and were not asked for: they will run with it."""
+    shared = {(op.kernels, op.blocks) for op in find_ops(trial.ops)}
+    others = [op.name for op in OPS.values() if (op.kernels, op.blocks) in shared and op.name not in trial.ops]
+    trials = [replace(trial, ops=(name,)) for name in others]
+    is_right = True
+    for checked in run_isolated(check_trial, trials, num_workers=num_workers, timeout_s=TIMEOUT_S):
+        if checked.failure or checked.result:
+            show(f"{_say(trial.config, present)}: left out, {checked.failure or checked.result}")
+            is_right = False
+    return is_right
 
 
 def check_trial(trial: Trial) -> str:
@@ -219,16 +240,17 @@ def check_trial(trial: Trial) -> str:
     return ""
 
 
-def time_trial(trial: Trial) -> dict[str, Timing]:
+def time_trial(trial: Trial) -> Times:
     """Times of a configuration for each recurrence."""
     times = {}
     with override([trial.row]):
         for op in find_ops(trial.ops):
             call, leaves = _call_on(op, trial)
             if trial.device == "cpu":
-                times[op.name] = time_both_ways(call, leaves, rep_ms=REP_MS)
+                timing = time_both_ways(call, leaves, rep_ms=REP_MS)
+                times[op.name] = Both(timing.forward_ms, timing.forward_backward_ms)
             else:
-                times[op.name] = Timing(*graph_ms(call, leaves, rep_ms=REP_MS), peak_bytes=0)
+                times[op.name] = Both(*graph_ms(call, leaves, rep_ms=REP_MS))
     return times
 
 
@@ -253,7 +275,7 @@ def matters(config: Config, present: Config, ops: Sequence[Op]) -> bool:
 
 
 def _read_by(op: Op) -> set[str]:
-    """The fields of its family's row that a recurrence depends on."""
+    """The fields whose kernels a recurrence runs. ``walk`` also has a say in where any is cut, which ``fill`` tries."""
     shared = {"chunk_size", "fill", "summary"}
     has_channels = "channel_decay" in op.uses
     if op.kernels == "additive":
@@ -271,6 +293,6 @@ def _say(config: Config, present: Config) -> str:
     for field in fields(config):
         value = getattr(config, field.name)
         if value != getattr(present, field.name):
-            tiles = "x".join(map(str, asdict(value).values())) if isinstance(value, Tiles) else value
-            changes.append(f"{field.name} {tiles}")
+            said = "x".join(map(str, asdict(value).values())) if isinstance(value, Tiles) else value
+            changes.append(f"{field.name} {said}")
     return ", ".join(changes) or "present tiles"

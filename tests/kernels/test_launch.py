@@ -1,5 +1,6 @@
 """A launch finds the kernel that was compiled for its arguments, and no other."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import recording
 from statemix.kernels.launch_config import (
     AdditiveConfig,
+    Config,
     Tiles,
     TunedRow,
     additive_config,
@@ -98,37 +100,57 @@ def test_a_plan_that_was_made_before_does_not_hide_a_tuned_row() -> None:
         assert _plan(operands).cut.chunks.count == before == 3
 
 
-def forward_and_backward(operands: AdditiveOperands | DeltaOperands, between: TunedRow) -> None:
-    """A scan whose backward pass runs after the row has come in front of the table."""
+def forward_then_backward(operands: AdditiveOperands | DeltaOperands, first: TunedRow, then: TunedRow) -> None:
+    """A scan whose backward pass runs with other tiles than its forward pass."""
     pytest.importorskip("triton")
     from statemix.kernels.additive_triton import additive_backward, additive_forward
     from statemix.kernels.delta_triton import delta_backward, delta_forward
 
+    is_delta = isinstance(operands, DeltaOperands)
+    forward: Any = delta_forward if is_delta else additive_forward
+    backward: Any = delta_backward if is_delta else additive_backward
     with compile_for("sm_90"), recording():
-        if isinstance(operands, DeltaOperands):
-            output, _, saved = delta_forward(operands, scale=1.0, save=True)
-            with override([between]):
-                delta_backward(output, None, operands, saved, scale=1.0, needs_decay_grad=True)
-        else:
-            output, _, saved = additive_forward(operands, scale=1.0, save=True)
-            with override([between]):
-                additive_backward(output, None, operands, saved, scale=1.0, needs_decay_grad=True)
+        with override([first]):
+            output, _, saved = forward(operands, scale=1.0, save=True)
+        with override([then]):
+            backward(output, None, operands, saved, scale=1.0, needs_decay_grad=True)
+
+
+SIZES = (64, 64, torch.bfloat16)
+ADDITIVE, DELTA = additive_config("sm_90", *SIZES), delta_config("sm_90", *SIZES)
+SAME = {"reverse": Tiles(64, 8, 1)}
+# Rows, heads and documents. Documents are cut into 13 segments at most, of 576 rows where 128 programs fill the device
+# and of 512 where 256 do.
+BATCH, PACKED = (4096, 1, 0), (1728, 4, 10)
 
 
 @pytest.mark.parametrize("decay", [None, "scalar", "diagonal"])
-@pytest.mark.parametrize("change", [{"chunk_size": 32}, {"fill": 1}])
-def test_a_backward_pass_with_other_tiles_than_its_forward_pass_is_refused(
-    decay: str | None, change: dict[str, int]
+@pytest.mark.parametrize(
+    ("present", "sizes", "first", "then"),
+    [
+        (DELTA, BATCH, {}, SAME),
+        (DELTA, BATCH, {}, {"chunk_size": 32}),
+        (DELTA, BATCH, {}, {"fill": 1}),
+        (DELTA, PACKED, {"fill": 256}, SAME),
+        (DELTA, PACKED, {"fill": 128}, {"fill": 256}),
+        (ADDITIVE, BATCH, {}, SAME),
+        (ADDITIVE, BATCH, {}, {"chunk_size": 32}),
+        (ADDITIVE, BATCH, {}, {"fill": 1}),  # it saves nothing of segments
+    ],
+)
+def test_a_backward_pass_that_would_cut_otherwise_than_its_forward_pass_is_refused(
+    decay: str | None, present: Config, sizes: tuple[int, int, int], first: dict[str, Any], then: dict[str, Any]
 ) -> None:
-    x = torch.empty(1, 4096, 1, 64, dtype=torch.bfloat16, device="meta")
-    gates = {"scalar": x[..., 0].float(), "diagonal": x.float()}
-    gate, sizes = gates.get(decay or ""), (64, 64, torch.bfloat16)
-    delta = DeltaOperands(x, None, x, x, None, None, gate, None, None, False)
-    present = delta_config("sm_90", *sizes)
-    forward_and_backward(delta, TunedRow("sm_90", *sizes, replace(present, reverse=Tiles(64, 8, 1))))
-    with pytest.raises(ValueError, match="run backward inside tuned"):
-        forward_and_backward(delta, TunedRow("sm_90", *sizes, replace(present, **change)))
-    if "chunk_size" in change:  # the additive family saves nothing of segments
-        row = TunedRow("sm_90", *sizes, replace(additive_config("sm_90", *sizes), **change))
-        with pytest.raises(ValueError, match="run backward inside tuned"):
-            forward_and_backward(AdditiveOperands(x, x, x, gate, None, None), row)
+    rows, heads, documents = sizes
+    x = torch.empty(1, rows, heads, 64, dtype=torch.bfloat16, device="meta")
+    offsets = torch.empty(documents + 1, dtype=torch.int32, device="meta") if documents else None
+    gate = {"scalar": x[..., 0].float(), "diagonal": x.float()}.get(decay or "")
+    is_refused = then != SAME and (present is DELTA or "fill" not in then)
+    operands = (
+        DeltaOperands(x, None, x, x, None, None, gate, None, offsets, False)
+        if present is DELTA
+        else AdditiveOperands(x, x, x, gate, None, offsets)
+    )
+    rows_of = [TunedRow("sm_90", *SIZES, replace(present, **change)) for change in (first, then)]
+    with pytest.raises(ValueError, match="tiles: .*backward inside the same") if is_refused else nullcontext():
+        forward_then_backward(operands, *rows_of)

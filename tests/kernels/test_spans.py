@@ -45,10 +45,10 @@ def test_there_is_room_for_all_segments_and_no_more(
 ) -> None:
     offsets = None if documents is None else torch.linspace(0, rows, documents + 1).int()
     cut, count = cut_rows(batch, rows, offsets, programs, RULE), batch if documents is None else documents
-    kept = RULE.num_segments(batch, rows, programs * count, documents)
-    assert kept == (0 if cut.segments is None else cut.segments.count)
+    kept = RULE.segments(batch, rows, programs * count, documents)
+    assert kept == ((0, 0) if cut.segments is None else (cut.segments.count, cut.segments.length))
 
 
 def test_no_room_is_kept_where_sequences_fill_the_device_or_nearly() -> None:
-    assert RULE.num_segments(256, 64, 256 * 32, None) == RULE.num_segments(1, 32768, 86, None) == 0
-    assert RULE.num_segments(1, 32768, 1000 * 32, 1000) == 0
+    assert RULE.segments(256, 64, 256 * 32, None) == RULE.segments(1, 32768, 86, None) == (0, 0)
+    assert RULE.segments(1, 32768, 1000 * 32, 1000) == (0, 0)

@@ -91,7 +91,8 @@ def test_reflections_preserve_the_norm_of_the_state_over_4096_tokens(device: str
         return scan(key, key, torch.zeros_like(key), transition, **given).final_state
 
     final = final_of(key.to(device), state.to(device)).cpu()
-    assert float(final.norm() / state.norm()) == pytest.approx(1, abs=1e-4)
+    # on a CPU off by 5e-6 and 2e-5 at most; with sums that are cut off, as tensor cores do, by 1.7e-4
+    assert float(final.norm() / state.norm()) == pytest.approx(1, abs=1e-4 if device == "cuda" else 2e-5)
     assert relative(final, final_of(key.double(), state.double())) < 1e-4
 
 
