@@ -4,8 +4,9 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,27 @@ def script(load_script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -
     return module
 
 
+SIZES = list(product(range(4, 513, 4), range(4, 513, 12)))
+
+
 def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def tile_class(config: AdditiveConfig | DeltaConfig, key_dim: int, value_dim: int) -> tuple[object, ...]:
-    """What decides the tiles of every kernel: the row of the table and the widths that tiles are padded to."""
-    blocks = sorted({tiles.block for tiles in vars(config).values() if isinstance(tiles, Tiles)})
-    return config, padded(key_dim), *(min(block, padded(value_dim)) for block in blocks)
+def tile_classes(config: AdditiveConfig | DeltaConfig, key_dim: int, value_dim: int) -> set[tuple[object, ...]]:
+    """What decides the tiles: the row of the table and the widths that they are padded, or fitted, to."""
+    by_value = {name: tiles for name, tiles in vars(config).items() if isinstance(tiles, Tiles) and name != "products"}
+    blocks = sorted({tiles.block for tiles in by_value.values()})
+    found: set[tuple[object, ...]] = {(config, padded(key_dim), *(min(block, padded(value_dim)) for block in blocks))}
+    if isinstance(config, DeltaConfig):  # products with the inverse; gradients of pairs, without a gate and with one
+        fitted = config.products.fitted_to
+        found |= {("products", config, fitted(key_dim))}
+        found |= {("pairs", config, fitted(value_dim), fitted(max(key_dim, value_dim)))}
+    return found
+
+
+def classes_of(row_of: Callable[[int, int], Any], sizes: Iterable[tuple[int, int]]) -> set[tuple[object, ...]]:
+    return {one for dims in sizes for one in tile_classes(row_of(*dims), *dims)}
 
 
 @pytest.mark.parametrize(
@@ -50,13 +64,8 @@ def test_every_configuration_that_can_be_chosen_is_listed(script: Any, depth: st
         listed = [c for c in script.configurations(ADDITIVE, depth=depth) if c.op == op and c.dtype == dtype]
         for family in FAMILIES:
             row_of = functools.partial(additive_config, family, dtype=DTYPES[dtype])
-            covered = {tile_class(row_of(c.key_dim, c.value_dim), c.key_dim, c.value_dim) for c in listed}
-            possible = {
-                tile_class(row_of(key_dim, value_dim), key_dim, value_dim)
-                for key_dim in range(4, 513, 4)
-                for value_dim in range(4, 513, 12)
-            }
-            assert possible <= covered, op
+            covered = classes_of(row_of, [(c.key_dim, c.value_dim) for c in listed])
+            assert classes_of(row_of, SIZES) <= covered, op
 
 
 @pytest.mark.parametrize(
@@ -67,13 +76,8 @@ def test_three_recurrences_with_erasures_meet_every_tile(script: Any, depth: str
         listed = [c for c in script.configurations(DELTA, depth=depth) if c.op == op and c.dtype == dtype]
         for family in FAMILIES:
             row_of = functools.partial(delta_config, family, dtype=DTYPES[dtype])
-            covered = {tile_class(row_of(c.key_dim, c.value_dim), c.key_dim, c.value_dim) for c in listed}
-            possible = {
-                tile_class(row_of(key_dim, value_dim), key_dim, value_dim)
-                for key_dim in range(4, 513, 4)
-                for value_dim in range(4, 513, 12)
-            }
-            assert possible <= covered, op
+            covered = classes_of(row_of, [(c.key_dim, c.value_dim) for c in listed])
+            assert classes_of(row_of, SIZES) <= covered, op
 
 
 def test_every_combination_with_erasures_is_listed_and_fits_the_time(script: Any) -> None:
