@@ -54,7 +54,7 @@ quickstart` takes layers, batch and length from a recipe.
 
 Tile sizes come from a short table keyed by head sizes and device family. Nothing is tuned behind your back, so a first
 call compiles once, and packed documents of any length compile nothing more. To try other tiles on a GPU of yours, for
-whole heads, or for the recurrences that `--op` names (those in blocks have a row of their own):
+heads of one size and for all recurrences or those that `--op` names (a block counts as a head):
 
 ```text
 statemix bench --tune --key-dim 64 --value-dim 64 --out tuned.json

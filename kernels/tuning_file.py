@@ -77,15 +77,23 @@ def load_tuning(path: str | Path) -> list[TunedRow]:
         ValueError: names the place in the file that is wrong.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # not UTF-8 or not JSON
+        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:  # not UTF-8 or not JSON, a key twice, or nested without end
         raise ValueError(f"{path}: expected JSON, got something else: {error}") from error
     whole = _mapping(content, str(path), ("format", "rows"))
-    if whole["format"] != FORMAT:
+    if type(whole["format"]) is not int or whole["format"] != FORMAT:
         raise ValueError(f"{path}: format: expected {FORMAT}, got {whole['format']!r}; tune again with this version")
     if not isinstance(whole["rows"], list) or not whole["rows"]:
         raise ValueError(f"{path}: rows: expected a list with one row or more, got {whole['rows']!r}")
-    return [_row(row, f"{path}: rows[{index}]") for index, row in enumerate(whole["rows"])]
+    rows = [_row(row, f"{path}: rows[{index}]") for index, row in enumerate(whole["rows"])]
+    for index, row in enumerate(rows):
+        same = next(number for number, other in enumerate(rows) if other.key == row.key)
+        if same != index:
+            raise ValueError(
+                f"{path}: rows[{index}]: expected other kernels, family, sizes or dtype than in rows[{same}], got the"
+                " same; leave one of the two out"
+            )
+    return rows
 
 
 def save_tuning(path: str | Path, rows: Sequence[tuple[TunedRow, Mapping[str, Any]]]) -> None:
@@ -105,17 +113,30 @@ def save_tuning(path: str | Path, rows: Sequence[tuple[TunedRow, Mapping[str, An
     Path(path).write_text(json.dumps({"format": FORMAT, "rows": written}, indent=2) + "\n", encoding="utf-8")
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys all differ: the last of two would win."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"a key given twice among {', '.join(key for key, _ in pairs)}")
+    return found
+
+
 def _row(content: Any, place: str) -> TunedRow:
     names = ("kernels", "family", "key_dim", "value_dim", "dtype", "config")
     row = _mapping(content, place, names, optional=("measured",))
     families = (*FAMILIES, "interpreter")
     kernels = _one_of(row["kernels"], tuple(_CONFIGS), f"{place}.kernels")
+    family = cast(Family, _one_of(row["family"], families, f"{place}.family"))
+    config = _config(_CONFIGS[kernels], row["config"], f"{place}.config")
+    if family == "gfx942" and isinstance(config, DeltaConfig) and config.product_registers is not None:
+        limit = config.product_registers
+        raise ValueError(f"{place}.config.product_registers: expected null on gfx942, which has no limit, got {limit}")
     return TunedRow(
-        cast(Family, _one_of(row["family"], families, f"{place}.family")),
+        family,
         _one_of(row["key_dim"], _SIZES, f"{place}.key_dim"),
         _one_of(row["value_dim"], _SIZES, f"{place}.value_dim"),
         DTYPES[_one_of(row["dtype"], tuple(DTYPES), f"{place}.dtype")],
-        _config(_CONFIGS[kernels], row["config"], f"{place}.config"),
+        config,
     )
 
 

@@ -113,6 +113,8 @@ def test_errors_are_relative_and_never_hide_a_nan() -> None:
     assert relative_error(one * 1e-30, zero) == float("inf")
     assert relative_error(one * torch.nan, one) == float("inf")
     assert not same_bits(zero, -zero) and same_bits(one * torch.nan, one * torch.nan)
+    strided = torch.zeros(3, 2)[:, :1]  # contiguous to torch, though the last stride is no 1
+    assert same_bits(strided, torch.zeros(3, 1))
 
 
 def test_a_sum_that_cancels_by_chance_is_held_to_the_size_of_its_shares() -> None:

@@ -82,6 +82,12 @@ def test_the_recurrence_of_a_layer_is_that_of_its_mixer(name: str) -> None:
         (["--tune", "--out", "t.json", "--device", "cpu"], ["tune", "GPU", "cpu"]),
         (["--tune", "--out", "no/t.json"], ["out", "no/t.json"]),
         (["--tune", "--out", "t.json", "--op", "gla", "kda_blocks", "--key-dim", "9"], ["--key-dim", "2 blocks", "9"]),
+        (
+            ["--tune", "--out", "t.json", "--op", "kda_blocks", "--key-dim", "1026"],
+            ["--key-dim", "at most 1024", "1026"],
+        ),
+        (["--tune", "--out", "t.json", "--value-dim", "513"], ["--value-dim", "at most 512", "513"]),
+        (["--tune", "--out", "."], ["--out", "folder"]),
         (["--tuned", "missing.json"], ["missing.json"]),
         (["--seq-len", "0"], ["--seq-len"]),
         (["--dtype", "float64"], ["--dtype", "float64"]),
@@ -173,7 +179,7 @@ def test_recurrences_are_tuned_together_where_they_share_a_row(monkeypatch: pyte
     asked = list[list[str]]()
     row = TunedRow("sm_90", 8, 8, torch.float32, additive_config("sm_90", 8, 8, torch.float32))
     monkeypatch.setattr("statemix.tuning.tune", lambda sizes, *, ops, **_: (asked.append(ops), Tuned(row, 1.0, {}))[1])
-    ops = ["kda_blocks", "gla", "kda", "deltanet", "retnet", "deltanet_blocks"]
+    ops = ["kda_blocks", "gla", "kda", "deltanet", "retnet", "deltanet_blocks", "gla"]
     assert main(["bench", *TINY, "--tune", "--out", "t.json", "--op", *ops]) == 0
     assert asked == [["kda_blocks", "deltanet_blocks"], ["gla", "retnet"], ["kda", "deltanet"]]
 

@@ -17,7 +17,7 @@ from statemix.kernels.launch_config import (
     candidates,
     delta_config,
 )
-from statemix.ops import Sizes, find_ops
+from statemix.ops import OPS, Sizes, find_ops
 from statemix.tuning import Both, Outcome, Trial, join_best, matters, tune
 from statemix.worker_pool import Done
 
@@ -76,18 +76,27 @@ def test_a_gain_within_the_noise_keeps_the_present_row(device: None, monkeypatch
     assert tuned.row.config == PRESENT and tuned.score == 1
 
 
+@pytest.mark.parametrize(
+    ("asked", "other", "key_dim"), [("gla", "retnet", 16), ("kda", "rwkv7", 16), ("kda_blocks", "deltanet", 8)]
+)
 def test_tiles_that_are_wrong_for_another_recurrence_of_their_row_are_not_kept(
-    device: None, monkeypatch: pytest.MonkeyPatch
+    device: None, monkeypatch: pytest.MonkeyPatch, asked: str, other: str, key_dim: int
 ) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(tuning, "candidates", lambda row: [PRESENT, FAST_WALK])
-    wrong = "off by 2"
-    monkeypatch.setattr(
-        tuning, "check_trial", lambda trial: wrong if (trial.config, trial.ops) == (FAST_WALK, ("retnet",)) else ""
-    )
-    tuned = tune_here(lines)
-    assert tuned.row.config == PRESENT and tuned.score == 1
-    assert lines[-1] == "walk 16x8x2: left out, off by 2"
+    [op] = find_ops([asked])
+    row_of = additive_config if op.kernels == "additive" else delta_config
+    present: Config = row_of("interpreter", key_dim, 16, torch.float32)
+    faster, lines, checked = replace(present, summary=Tiles(16, 4, 4)), list[str](), set[tuple[str, int]]()
+
+    def check(trial: Trial) -> str:
+        checked.add((*trial.ops, trial.sizes.key_dim))
+        return "off by 2" if (trial.config, trial.ops) == (faster, (other,)) else ""
+
+    monkeypatch.setattr(tuning, "candidates", lambda row: [present, faster])
+    monkeypatch.setattr(tuning, "check_trial", check)
+    monkeypatch.setattr(tuning, "time_trial", lambda trial: {asked: Both(1.0 + (trial.config == present), 2.0)})
+    made = tune(SIZES, dtype=torch.float32, ops=[asked], device=CPU, show=lines.append, num_workers=1, backend="torch")
+    assert made.row.config == present and made.score == 1 and lines[-1] == "summary 16x4x4: left out, off by 2"
+    assert checked == {(each.name, key_dim * each.blocks) for each in OPS.values() if each.kernels == op.kernels}
 
 
 def test_a_present_row_that_is_wrong_ends_it(device: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,7 +318,12 @@ def relative_error(x: Tensor, wanted: Tensor, *, lost: float = 0.0, least_size: 
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+    return x.shape == y.shape and torch.equal(_bytes(x), _bytes(y))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """In one axis: a last axis of size 1 may have any stride, which a view as bytes refuses."""
+    return x.reshape(-1).contiguous().view(torch.uint8)
 
 
 def _over_limit(name: str, error: float, case: Case, dtype: torch.dtype) -> str:

@@ -20,6 +20,7 @@ from .ops import OPS, Sizes, find_ops, names_of
 
 # Timed where --op names none: one for each kind of decay. Their row serves the others too, which are only checked.
 STAND_FOR_DELTA = ("deltanet", "gated_deltanet", "kda")
+WIDEST = 512  # channels of a head, or of one of its blocks, that kernels take
 SIZES_OF_RECIPE = ("num_heads", "num_value_heads", "key_dim", "value_dim")
 
 
@@ -70,8 +71,13 @@ def _tune(arguments: argparse.Namespace, sizes: Sizes, *, dtype: torch.dtype, de
     out = arguments.out
     if not out.parent.is_dir():
         raise ValueError(f"--out: expected a file in a folder that exists, got {str(out)!r}; make {out.parent} first")
+    if out.is_dir():
+        raise ValueError(f"--out: expected a file, got the folder {str(out)!r}; name a file in it")
+    together = _tuned_together(arguments.op, sizes.key_dim)
+    if sizes.value_dim > WIDEST:
+        raise ValueError(f"--value-dim: expected at most {WIDEST}, as the kernels take, got {sizes.value_dim}")
     rows = []
-    for names in _tuned_together(arguments.op, sizes.key_dim):
+    for names in together:
         tuned = tune(sizes, dtype=dtype, ops=names, device=device, show=lambda text: print(text, flush=True))
         rows.append((tuned.row, tuned.measured))
         save_tuning(out, rows)  # each as it comes: what follows may fail, or be interrupted
@@ -82,12 +88,16 @@ def _tune(arguments: argparse.Namespace, sizes: Sizes, *, dtype: torch.dtype, de
 
 def _tuned_together(names: list[str] | None, key_dim: int) -> list[list[str]]:
     """The recurrences that share a row of tiles: those of one family of kernels, with as many blocks."""
-    chosen = find_ops(names or [*names_of("additive"), *STAND_FOR_DELTA])
+    chosen = find_ops(list(dict.fromkeys(names or [*names_of("additive"), *STAND_FOR_DELTA])))
     for op in chosen:
         if key_dim % op.blocks:
             raise ValueError(
                 f"--key-dim: expected a multiple of the {op.blocks} blocks of {op.name}, got {key_dim}; choose another,"
                 f" or leave {op.name} out of --op"
+            )
+        if key_dim // op.blocks > WIDEST:
+            raise ValueError(
+                f"--key-dim: expected at most {WIDEST * op.blocks} for {op.name}, as the kernels take, got {key_dim}"
             )
     kinds = dict.fromkeys((op.kernels, op.blocks) for op in chosen)
     return [[op.name for op in chosen if (op.kernels, op.blocks) == kind] for kind in kinds]

@@ -6,8 +6,8 @@ one, the launches alone, since what Python takes to start them differs by more f
 kernel goes into one row, which is checked and timed like the others. A row is as good as the geometric mean, over the
 recurrences asked for, of forward and of forward and backward against the present row.
 
-Each family of kernels has rows of its own, so recurrences of one family are tuned together. A row serves all of them:
-the best one is checked for those that were not asked for too.
+Each family of kernels has rows of its own, so recurrences of one family are tuned together. A row serves all of them,
+whole heads and blocks as wide: the best one is checked for those that were not asked for too.
 """
 
 import math
@@ -204,10 +204,12 @@ def _right_ones(
 
 
 def _is_right_for_all(trial: Trial, present: Config, num_workers: int, show: Callable[[str], None]) -> bool:
-    """Check a configuration for the recurrences that share its row and were not asked for: they will run with it."""
-    shared = {(op.kernels, op.blocks) for op in find_ops(trial.ops)}
-    others = [op.name for op in OPS.values() if (op.kernels, op.blocks) in shared and op.name not in trial.ops]
-    trials = [replace(trial, ops=(name,)) for name in others]
+    """Check a configuration for the recurrences that were not asked for and will run with it: a block is a head too."""
+    trials = []
+    for op in OPS.values():
+        sizes = replace(trial.sizes, key_dim=trial.row.key_dim * op.blocks)
+        if op.kernels == find_ops(trial.ops)[0].kernels and op.name not in trial.ops:
+            trials.append(replace(trial, sizes=sizes, ops=(op.name,)))
     is_right = True
     for checked in run_isolated(check_trial, trials, num_workers=num_workers, timeout_s=TIMEOUT_S):
         if checked.failure or checked.result:

@@ -66,6 +66,7 @@ def change(path: str, value: Any) -> Callable[[Any], None]:
     ("path", "value", "named"),
     [
         ("format", 1, "format: expected 2, got 1; tune again"),
+        ("format", 2.0, "format: expected 2, got 2.0"),
         ("rows", [], "rows: expected a list"),
         ("rows.0.family", "sm_75", "rows[0].family: expected one of sm_80"),
         ("rows.0.dtype", "float64", "rows[0].dtype: expected one of float32"),
@@ -84,11 +85,18 @@ def change(path: str, value: Any) -> Callable[[Any], None]:
         ("rows.1.config.chunk_size", 128, "rows[1].config.chunk_size: expected one of 16, 32, 64, got 128"),
         ("rows.1.config.product_registers", 256, "product_registers: expected one of 24 to 255, got 256"),
         ("rows.1.config.fill", 0, "rows[1].config.fill"),
+        ("rows.1.family", "gfx942", "rows[1].config.product_registers: expected null on gfx942"),
+        (
+            "rows.2.dtype",
+            "float32",
+            "rows[2]: expected other kernels, family, sizes or dtype than in rows[0], got the same",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, path: str, value: Any, named: str) -> None:
     file = tmp_path / "t.json"
-    save_tuning(file, [(a_row(), {}), (a_delta_row(), {})])
+    limited = replace(a_delta_row(), config=replace(a_delta_row().config, product_registers=128))
+    save_tuning(file, [(a_row(), {}), (limited, {}), (replace(a_row(), dtype=torch.float16), {})])
     content = json.loads(file.read_text())
     change(path, value)(content)
     file.write_text(json.dumps(content))
@@ -97,7 +105,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, path: str, value: Any,
     assert str(refused.value).startswith(str(file))
 
 
-@pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b"[]"])
+@pytest.mark.parametrize("text", [b"{", b"\xff\xfe", b"[]", b"[" * 100_000, b'{"format": 2, "format": 2}'])
 def test_a_file_that_is_no_tuning_file_is_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "t.json").write_bytes(text)
     with pytest.raises(ValueError, match=r"t\.json: expected"):
