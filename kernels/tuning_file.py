@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from .availability import LARGEST_HEAD
 from .launch_config import (
     FAMILIES,
     AdditiveConfig,
@@ -41,7 +42,7 @@ _ALLOWED: dict[str, Sequence[int]] = {
     "num_stages": (1, 2, 3, 4, 5, 6),
     "product_registers": range(24, 256),  # what a compiler takes as a limit
 }
-_SIZES = range(1, 513)
+_SIZES = range(1, LARGEST_HEAD + 1)
 
 
 @contextmanager

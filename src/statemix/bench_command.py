@@ -4,6 +4,8 @@ import argparse
 
 import torch
 
+from statemix.kernels.availability import LARGEST_HEAD
+
 from .bench import (
     CPU_SIZES,
     DTYPES,
@@ -20,7 +22,6 @@ from .ops import OPS, Sizes, find_ops, names_of
 
 # Timed where --op names none: one for each kind of decay. Their row serves the others too, which are only checked.
 STAND_FOR_DELTA = ("deltanet", "gated_deltanet", "kda")
-WIDEST = 512  # channels of a head, or of one of its blocks, that kernels take
 SIZES_OF_RECIPE = ("num_heads", "num_value_heads", "key_dim", "value_dim")
 
 
@@ -74,8 +75,8 @@ def _tune(arguments: argparse.Namespace, sizes: Sizes, *, dtype: torch.dtype, de
     if out.is_dir():
         raise ValueError(f"--out: expected a file, got the folder {str(out)!r}; name a file in it")
     together = _tuned_together(arguments.op, sizes.key_dim)
-    if sizes.value_dim > WIDEST:
-        raise ValueError(f"--value-dim: expected at most {WIDEST}, as the kernels take, got {sizes.value_dim}")
+    if sizes.value_dim > LARGEST_HEAD:
+        raise ValueError(f"--value-dim: expected at most {LARGEST_HEAD}, as the kernels take, got {sizes.value_dim}")
     rows = []
     for names in together:
         tuned = tune(sizes, dtype=dtype, ops=names, device=device, show=lambda text: print(text, flush=True))
@@ -95,9 +96,8 @@ def _tuned_together(names: list[str] | None, key_dim: int) -> list[list[str]]:
                 f"--key-dim: expected a multiple of the {op.blocks} blocks of {op.name}, got {key_dim}; choose another,"
                 f" or leave {op.name} out of --op"
             )
-        if key_dim // op.blocks > WIDEST:
-            raise ValueError(
-                f"--key-dim: expected at most {WIDEST * op.blocks} for {op.name}, as the kernels take, got {key_dim}"
-            )
+        if key_dim // op.blocks > LARGEST_HEAD:
+            most = LARGEST_HEAD * op.blocks
+            raise ValueError(f"--key-dim: expected at most {most} for {op.name}, as the kernels take, got {key_dim}")
     kinds = dict.fromkeys((op.kernels, op.blocks) for op in chosen)
     return [[op.name for op in chosen if (op.kernels, op.blocks) == kind] for kind in kinds]

@@ -30,10 +30,10 @@ from statemix.kernels.launch_config import (
     device_family,
     override,
 )
-from statemix.transitions import scan
 
 from .against_float64 import Case, check_case
-from .ops import OPS, Op, Operands, Sizes, find_ops
+from .ops import OPS, Op, Sizes, find_ops
+from .timed_scan import TimedScan
 from .timing import graph_ms, time_both_ways
 from .worker_pool import run_isolated
 
@@ -258,16 +258,10 @@ def time_trial(trial: Trial) -> Times:
 
 def _call_on(op: Op, trial: Trial) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """A call of ``scan``, and the inputs that get gradients: all but RetNet's constants."""
-    operands: Operands = op.operands(trial.sizes, dtype=trial.dtype, device=torch.device(trial.device))
-    operands = operands.map(lambda x: x.requires_grad_(x.ndim > 1))
-    backend: Any = trial.backend
-
-    def call() -> Tensor:
-        transition, write = op.make(operands)
-        q, k, v = operands.q, operands.k, operands.v
-        return scan(q, k, v, transition, write=write, form="chunk", backend=backend).output
-
-    return call, [x for x in op.inputs(operands).values() if x.requires_grad]
+    dtype = str(trial.dtype).removeprefix("torch.")
+    timed = TimedScan(op.name, trial.sizes, dtype, trial.device, trial.backend, is_recomputed=False, rep_ms=REP_MS)
+    operands = timed.operands()
+    return timed.call_on(operands), [x for x in op.inputs(operands).values() if x.requires_grad]
 
 
 def matters(config: Config, present: Config, ops: Sequence[Op]) -> bool:
