@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .channel_gradients_triton import channel_gradients, erasure_gradients
+from .channel_gradients_triton import channel_row_gradients
 from .channel_pairs_triton import channel_erasures
 from .delta_gradients_triton import RowGradients, delta_gradients
 from .delta_operands import DeltaGradients, DeltaOperands
@@ -108,22 +108,25 @@ def delta_backward(
         operands, products, plan, maps, grad_output, grad_final, scale=scale, output=residual, states=grad_states
     )
     given = (operands, grad_output, corrected, residual)
+    config, at_borders = plan.config, (states, grad_states, plan.cut.chunks)
     if _is_diagonal(operands):
-        grads = _channel_row_gradients(*given, states, grad_states, plan, scale=scale, needs_gate=needs_decay_grad)
+        grads = channel_row_gradients(
+            *(*given, *at_borders),
+            scale=scale,
+            tiles=config.channel_gradients,
+            pair_tiles=config.products,
+            pair_registers=config.product_registers,
+        )
     else:
         grads = delta_gradients(
-            *given,
-            products.gate,
-            states,
-            grad_states,
-            plan.cut.chunks,
+            *(*given, products.gate, *at_borders),
             scale=scale,
-            tiles=plan.config.gradients,
-            pair_tiles=plan.config.products,
-            pair_registers=plan.config.product_registers,
+            tiles=config.gradients,
+            pair_tiles=config.products,
+            pair_registers=config.product_registers,
             needs_gate=needs_decay_grad and products.gate is not None,
         )
-    return _gradients(grads, operands, d_initial)
+    return _gradients(grads if needs_decay_grad else grads._replace(gate=None), operands, d_initial)
 
 
 def _plan(operands: DeltaOperands) -> _Plan:
@@ -279,46 +282,15 @@ def _walk_reverse(
     return d_initial
 
 
-def _channel_row_gradients(
-    operands: DeltaOperands,
-    grad_output: Tensor,
-    corrected: Tensor,
-    residual: Tensor,
-    states: Tensor,
-    grad_states: Tensor,
-    plan: _Plan,
-    *,
-    scale: float,
-    needs_gate: bool,
-) -> RowGradients:
-    """Under a diagonal decay: of queries that read U, and of erasures, which are queries with the gradient -dR."""
-    assert operands.log_decay is not None
-    chunks, tiles = plan.cut.chunks, plan.config.channel_gradients
-    reads = channel_gradients(
-        *(operands.q, operands.b, corrected, operands.log_decay, grad_output, states, grad_states, chunks),
-        scale=scale,
-        tiles=tiles,
-        num_steps=operands.num_steps,
-    )
-    made = erasure_gradients(operands, corrected, residual, states, reads, chunks, tiles=tiles)
-    gate = reads.gate if needs_gate else None
-    return RowGradients(reads.q, made.a, reads.k, made.v, made.rate, made.weight, gate)
-
-
 def _gradients(grads: RowGradients, operands: DeltaOperands, d_initial: Tensor) -> DeltaGradients:
-    """Sums over the heads that share a key, over the blocks that share a value, and over tiles of K."""
-    rate, gate = grads.rate, grads.gate
-    if rate is not None and operands.rate is not None:
-        rate = rate.sum(0).to(operands.rate.dtype).view(operands.rate.shape)
-    if gate is not None and operands.log_decay is not None:
-        gate = gate.sum(0).view(operands.log_decay.shape) if gate.ndim == 3 else gate
-        gate = gate.to(operands.log_decay.dtype)
+    """Sums over the heads that share a key, and over the blocks that share a value."""
+    gate = None if grads.gate is None or operands.log_decay is None else grads.gate.to(operands.log_decay.dtype)
     return DeltaGradients(
         sum_groups(grads.q, operands.q.shape),
         None if grads.a is None or operands.a is None else sum_groups(grads.a, operands.a.shape),
         sum_groups(grads.b, operands.b.shape),
         sum_groups(grads.v, operands.v.shape),
-        rate,
+        grads.rate,
         grads.weight,
         gate,
         d_initial,
