@@ -283,14 +283,19 @@ def _walk_reverse(
 
 
 def _gradients(grads: RowGradients, operands: DeltaOperands, d_initial: Tensor) -> DeltaGradients:
-    """Sums over the heads that share a key, and over the blocks that share a value."""
-    gate = None if grads.gate is None or operands.log_decay is None else grads.gate.to(operands.log_decay.dtype)
+    """Sums over the heads that share a key, over the blocks that share a value, and over tiles of K."""
+    rate, gate = grads.rate, grads.gate
+    if rate is not None and operands.rate is not None:
+        rate = rate.sum(0).to(operands.rate.dtype).view(operands.rate.shape)
+    if gate is not None and operands.log_decay is not None:
+        gate = gate.sum(0).view(operands.log_decay.shape) if gate.ndim == 3 else gate
+        gate = gate.to(operands.log_decay.dtype)
     return DeltaGradients(
         sum_groups(grads.q, operands.q.shape),
         None if grads.a is None or operands.a is None else sum_groups(grads.a, operands.a.shape),
         sum_groups(grads.b, operands.b.shape),
         sum_groups(grads.v, operands.v.shape),
-        grads.rate,
+        rate,
         grads.weight,
         gate,
         d_initial,

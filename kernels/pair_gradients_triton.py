@@ -2,13 +2,17 @@
 
     dP = scale lower(dO U^T) e^L         dA = -strictly_lower(dR U^T) e^L          dv = w dR          dw = v^T dR
 
-with e^L under a scalar decay alone: a diagonal one depends on the channel, and comes in with q, a and b. dP and dA are
-stored transposed, for the kernel that makes the other gradients: beside those their products spill. Under a decay dP
-has no diagonal, which is stored by itself: the pair of a row with itself has no gate, and would swamp the others in
-the gradient of a strong one.
+    dg_t = sum over pairs j < t <= i of  dP_ij q_i^T b_j  +  r_i dA_ij a_i^T b_j
 
-Work split: one program a (chunk, head). Bytes a row and head, 16-bit, V = 128, C = 64: reads U, dO, dR (768; v for dw,
-256), writes dP, dA and dv (512), under a decay 4 more, and reads the gate (8) of a scalar one; which is the floor.
+with e^L of a scalar decay: a diagonal one comes in with q, a and b, and its dP has no diagonal, which is stored by
+itself. dP and dA are stored transposed, for the kernel that makes the other gradients: beside those their products
+spill. A scalar gate gets exactly the pairs that it lies between: the difference of two cumulative sums over rows would
+be the same number, and under strong decay nothing but rounding. A row i that reads before its own decay leaves its own
+gate out.
+
+Work split: one program a (chunk, head). Bytes a row and head, 16-bit, K = V = 128, C = 64: reads U, dO, dR (768; v for
+dw, 256), writes dP, dA and dv (512), which is the floor; under a scalar decay also the gate (8), for whose gradient q,
+a and b (768; 512 where a is b), and 4 written.
 Shapes: B T HO HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: autograd through ``chunk.py``.
 """
@@ -40,24 +44,33 @@ from .tile_triton import (
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
 def _pair_gradients_kernel(
+    q_ptr,  # [tokens, HQ, K]; read for the gate only, as are a and b
+    a_ptr,  # [rows, HA, K], or None for b
+    b_ptr,  # [rows, HB, K]
     v_ptr,  # [rows, HO, V]
     corrected_ptr,  # U or v, [rows, HV, V]
     grad_ptr,  # dO, [tokens, HO, V]
     residual_ptr,  # dR, [rows, HV, V]; None without erasures
+    rate_ptr,  # [rows, HV], or None for 1
     weight_ptr,  # [rows, HV], or None for 1: then dR is dv
     gate_ptr,  # scalar decay: [2, HV, rows] of cumulative_gate; else None
     reads_ptr,  # dP^T, [chunks, HV, C, C]
     erasures_ptr,  # dA^T, [chunks, HV, C, C]; None without erasures
+    own_ptr,  # dP of a row with itself under a diagonal decay, [rows, HV] float32; else None, and it is in dP
     dv_ptr,  # [rows, HV, V]; None without weight
     dweight_ptr,  # [rows, HV]; None without weight
-    own_ptr,  # dP of a row with itself, [rows, HV] float32; None without a decay: it is in dP then
+    dgate_ptr,  # [tokens, HV] float32, or None
     chunks_ptr,  # [chunks, 4], or None for a batch
     scale,
     T,
     chunks_per_seq,
     rows,
+    HQ: tl.constexpr,
+    HA: tl.constexpr,
+    HB: tl.constexpr,
     HO: tl.constexpr,
     HV: tl.constexpr,
+    K: tl.constexpr,
     V: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -110,8 +123,7 @@ def _pair_gradients_kernel(
         reads = tl.where(before, reads, 0.0)
     else:
         reads = tl.where(not_later, reads, 0.0)
-    if residual_ptr is not None:
-        erasures = tl.where(before, -erasures, 0.0)
+    erasures = tl.where(before, -erasures, 0.0)
     if DECAY == SCALAR:
         high, low, _, _ = load_gate(gate_ptr, start, head, steps, count, rows, HV)
         factor = tl.exp2(tl.where(before, -between(high, low, high, low, EXACT), 0.0))
@@ -122,8 +134,45 @@ def _pair_gradients_kernel(
         erasures *= factor
     place = (chunk * HV + head) * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :]
     tl.store(reads_ptr + place, reads.to(dtype))
-    if residual_ptr is not None:
+    if erasures_ptr is not None:
         tl.store(erasures_ptr + place, erasures.to(dtype))
+
+    if dgate_ptr is not None:
+        if rate_ptr is not None:
+            erasures *= load_scalars(rate_ptr + scalars, steps, valid, HV)[None, :]
+        q_ptr += head // (HV // HQ) * K
+        if a_ptr is not None:
+            a_ptr += (start * HA + head // (HV // HA)) * K
+        b_ptr += (start * HB + head // (HV // HB)) * K
+        read_products = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+        erase_products = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
+        for block in tl.static_range((K + BLOCK - 1) // BLOCK):
+            columns = block * BLOCK + tl.arange(0, BLOCK)
+            b = load_rows(b_ptr, steps, valid, columns, HB * K, K, BLOCK)
+            a = b
+            if a_ptr is not None:
+                a = load_rows(a_ptr, steps, valid, columns, HA * K, K, BLOCK)
+            q = load_step(q_ptr, start, steps, valid, columns, HQ * K, K, BLOCK, STEPS, STEPS - 1)
+            read_products = tl.dot(b, tl.trans(q), read_products, input_precision=PRECISION)
+            erase_products = tl.dot(b, tl.trans(a), erase_products, input_precision=PRECISION)
+        reads = tl.where(before, reads * read_products, 0.0)
+        erasures = tl.where(before, erasures * erase_products, 0.0)
+
+        # for each key the sum over queries from t on, then over the keys before t; float16 would lose small gradients
+        sums_dtype: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float32
+        not_earlier = (steps[:, None] >= steps[None, :]).to(sums_dtype)
+        if READS_BEFORE:
+            later = (steps[:, None] > steps[None, :]).to(sums_dtype)
+            sums = tl.dot(reads.to(sums_dtype), not_earlier, input_precision=PRECISION)
+            sums += tl.dot(erasures.to(sums_dtype), later, input_precision=PRECISION)
+        else:
+            sums = tl.dot((reads + erasures).to(sums_dtype), not_earlier, input_precision=PRECISION)
+        dgate = tl.sum(tl.where(before, sums, 0.0), axis=0)
+        row = start + steps
+        mask = valid
+        if STEPS > 1:
+            mask = mask & (row % STEPS == 0)
+        tl.store(dgate_ptr + row // STEPS * HV + head, dgate, mask=mask)
 
 
 class PairGradients(NamedTuple):
@@ -131,7 +180,7 @@ class PairGradients(NamedTuple):
 
     Attributes:
         reads, erasures: dP and dA, transposed, [chunks, HV, C, C]; dA is None without erasures.
-        own: the diagonal of dP, [B R, HV] float32; None without a decay, where it is in dP.
+        own: the diagonal of dP under a diagonal decay, [B R, HV] float32; None where it is in dP.
         v: dv, [B, R, HV, V].
         weight: dw, [B, R, HV] in the dtype of w; None where that is None.
     """
@@ -154,13 +203,23 @@ def pair_gradients(
     scale: float,
     tiles: Tiles,
     max_registers: int | None = None,
+    dgate: Tensor | None = None,
 ) -> PairGradients:
-    """Gradients of pairs of rows; rows of no document get zeros. Without erasures ``residual`` is None, and U is v."""
-    v, weight = operands.v, operands.weight
+    """Gradients of pairs of rows; rows of no document get zeros.
+
+    Args:
+        corrected, residual: U and dR; v and None without erasures.
+        tiles: of the products.
+        max_registers: unless a gate gets its gradient, which would spill.
+        dgate: [B T, HV] float32 to fill with what the pairs give to a scalar gate, or None.
+    """
+    q, a, b, v, rate, weight, *_ = operands
     heads, size = operands.num_heads, chunks.length
-    pairs, own = v.new_empty(1 if residual is None else 2, chunks.count, heads, size, size), None
-    if operands.log_decay is not None:
-        own = chunks.rows_like(v, v.shape[0] * v.shape[1], heads, dtype=torch.float32)
+    # q, a and b are read for a gate only
+    block = tiles.fitted_to(v.shape[-1] if dgate is None else max(q.shape[-1], v.shape[-1]))
+    pairs, own = q.new_empty(1 if residual is None else 2, chunks.count, heads, size, size), None
+    if operands.log_decay is not None and gate is None:
+        own = chunks.rows_like(q, v.shape[0] * v.shape[1], heads, dtype=torch.float32)
     made = PairGradients(
         pairs[0],
         None if residual is None else pairs[1],
@@ -172,8 +231,8 @@ def pair_gradients(
         _pair_gradients_kernel,
         (chunks.count * heads,),
         (
-            *(v, corrected, grad, residual, weight, gate, made.reads, made.erasures),
-            *(None if weight is None else made.v, made.weight, made.own),
+            *(q, a, b, v, corrected, grad, residual, rate, weight, gate, made.reads, made.erasures, own),
+            *(None if weight is None else made.v, made.weight, dgate),
             chunks.table,
             scale,
             chunks.seq_len,
@@ -181,18 +240,22 @@ def pair_gradients(
             v.shape[0] * v.shape[1],
         ),
         {
+            "HQ": q.shape[2],
+            "HA": (b if a is None else a).shape[2],
+            "HB": b.shape[2],
             "HO": v.shape[2],
             "HV": heads,
+            "K": q.shape[-1],
             "V": v.shape[-1],
             "CHUNK": size,
-            "BLOCK": tiles.fitted_to(v.shape[-1]),
+            "BLOCK": block,
             "STEPS": operands.num_steps,
             "DECAY": decay_kind(operands.log_decay),
             "READS_BEFORE": operands.reads_before_decay and gate is not None,
-            "PRECISION": products_in(v.dtype, device_family(v.device)),
+            "PRECISION": products_in(q.dtype, device_family(q.device)),
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        max_registers=max_registers,
+        max_registers=max_registers if dgate is None else None,
     )
     return made
