@@ -25,12 +25,12 @@ def future_does_not_leak(context: Context, sizes: Sizes) -> None:
             expect_equal(second, first)
 
 
-@check("permuting the heads of every input permutes outputs and gradients, bit for bit")
+@check("permuting the heads of every input permutes outputs and gradients")
 def heads_are_independent(context: Context, sizes: Sizes) -> None:
     _expect_permutation(context, sizes, lambda axes: axes.head)
 
 
-@check("permuting the batch permutes outputs and gradients, bit for bit")
+@check("permuting the batch permutes outputs and gradients")
 def batch_rows_are_independent(context: Context, sizes: Sizes) -> None:
     _expect_permutation(context, sizes, lambda axes: axes.batch)
 
@@ -137,32 +137,23 @@ def _prefix(context: Context, problem: Problem, form: str, present: int) -> dict
 
 
 def _expect_permutation(context: Context, sizes: Sizes, axis: Callable[[Axes], int | None]) -> None:
-    """Reverse one axis of every input; outputs and gradients must come out reversed."""
+    """With one axis of every input reversed, outputs and gradients come out reversed, as closely as rounding allows."""
     problem = context.problem(sizes)
-    axes_of: dict[str, int | None] = {"output": axis(Axes(0, 1, 2)), "final_state": axis(Axes(0, None, 1))}
 
-    def flip(axes: Axes, x: Tensor) -> Tensor:
+    def reverse(axes: Axes, x: Tensor) -> Tensor:
         place = axis(axes)
         return x if place is None else x.flip(place)
 
-    named = {f"d {name}": axes for name, x, axes in problem.named()}
-    axes_of |= {name: axis(axes) for name, axes in named.items()}
+    def in_reverse(run: Run) -> Run:
+        def reversed_twice(p: Problem) -> ScanResult:
+            output, state = run(p.map(reverse))
+            return ScanResult(reverse(Axes(0, 1, 2), output), reverse(Axes(0, None, 1), state))
+
+        return reversed_twice
+
     for form in context.forms():
-        want = differentiate_uniform(context.run(form), problem)
-        got = differentiate_uniform(context.run(form), problem.map(flip))
-        flipped = {n: x.flip(place) for n, x in got.items() if (place := axes_of[n]) is not None}
-        expect_equal(flipped, want)  # a sum over the axis may come out in another order
-
-
-def differentiate_uniform(run: Callable[[Problem], tuple[Tensor, Tensor]], problem: Problem) -> dict[str, Tensor]:
-    """Results and gradients for the loss sum(output^2) + sum(final_state^2), which has no order of its own."""
-    leaves = problem.leaves()
-    output, state = run(leaves)
-    names, tensors = zip(*leaves.tensors().items(), strict=True)
-    upstream = (output.detach(), state.detach())
-    grads = torch.autograd.grad((output, state), tensors, upstream, allow_unused=True, materialize_grads=True)
-    named = {f"d {name}": g for name, g in zip(names, grads, strict=True)}
-    return {"output": output.detach(), "final_state": state.detach()} | named
+        run = context.run(form)
+        expect_equivalent(in_reverse(run), run if context.dtype == torch.float64 else definition, problem)
 
 
 def _transposed(axes: Axes, x: Tensor) -> Tensor:

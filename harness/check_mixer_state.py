@@ -93,20 +93,21 @@ def runs_are_repeatable(context: MixerContext, seq_len: int) -> None:
 
 @mixer_check("NaN in memory that was never written does not reach a result")
 def unwritten_memory_is_never_read(context: MixerContext, seq_len: int) -> None:
-    want = _everything(context.probe(), seq_len)
-    with _new_memory_is_nan():
+    with _new_memory(is_nan=False):
+        want = _everything(context.probe(), seq_len)
+    with _new_memory(is_nan=True):
         got = _everything(context.probe(), seq_len)
     expect_same_bits(got, want)
 
 
 @contextmanager
-def _new_memory_is_nan() -> Iterator[None]:
-    """torch.empty and its like return memory full of NaN."""
+def _new_memory(*, is_nan: bool) -> Iterator[None]:
+    """torch.empty and its like return memory full of NaN, or as it is. Either way torch runs the same algorithms."""
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     try:
         torch.use_deterministic_algorithms(True)
-        settings.fill_uninitialized_memory = True
+        settings.fill_uninitialized_memory = is_nan
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])

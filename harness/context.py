@@ -112,7 +112,13 @@ def expect(got: dict[str, Tensor], exact: dict[str, Tensor], low: dict[str, Tens
 
 
 def expect_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    """Equal bit for bit."""
+    """Equal bit for bit: for one call made twice, be it without gradients, or with other numbers in the future.
+
+    Each entry is then the same arithmetic in the same order, also where later rows of a product hold other numbers:
+    they reach it as exact zeros or not at all. Of other rows, heads, positions, batch sizes, lengths or layouts no bits
+    may be asked: a BLAS library takes another path for the last rows of a product, or for one that is larger, and adds
+    up in another order. What is compared across those goes through ``expect_equivalent``.
+    """
     for name, x in got.items():
         y = want[name]
         if x.shape != y.shape or not torch.equal(x, y):
