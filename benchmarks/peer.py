@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statemix.measured_on import gpu_name, versions
-from statemix.ops import OPS, SHAPES, Operands, Sizes
-from statemix.timing import Timing, time_both_ways
+from statemix.benchmarks.measured_on import gpu_name, versions
+from statemix.benchmarks.ops import OPS, SHAPES, Sizes, random_operands
+from statemix.benchmarks.timing import Timing, time_both_ways
+from statemix.harness.recurrences import Operands
 
 NAME = "flash-linear-attention"
 NOTE = "its refusal of gated backward passes on Hopper was lifted for timing only"
@@ -113,7 +114,7 @@ def run_one(op: str, num_shapes: int, *, is_warm_up: bool) -> None:
     chunk_o.IS_NVIDIA_HOPPER = False  # type: ignore[attr-defined]
     told = {"gpu": gpu_name("cuda"), "versions": versions(NAME), "date": time.strftime("%Y-%m-%d"), "note": NOTE}
     for sizes in SHAPES[: 1 if is_warm_up else num_shapes]:
-        operands = OPS[op].operands(sizes, dtype=torch.bfloat16, device=torch.device("cuda"))
+        operands = random_operands(OPS[op], sizes, dtype=torch.bfloat16, device=torch.device("cuda"))
         operands = operands.map(lambda x: x.requires_grad_(x.ndim > 1))
         call = call_on(op, operands)
         if is_warm_up:

@@ -2,10 +2,10 @@
 
     python benchmarks/speed.py [--family additive | delta | all] [--shapes BxTxHxD ...] [--peer] [--out FILE]
 
-Times are medians over CUDA events (``triton.testing.do_bench``), bfloat16, the inputs those of ``statemix.ops``. The
-floor is the bytes that any implementation must move (inputs read and output written once; in backward inputs and
-upstream gradient read, gradients written) over the bandwidth of a large copy measured first. Peak memory is what a
-forward and backward pass allocates above its inputs. The first call is that of a process with an empty Triton cache.
+Times are medians over CUDA events (``triton.testing.do_bench``), bfloat16, on the inputs of ``ops``. The floor is the
+bytes that any implementation must move (inputs read and output written once; in backward inputs and upstream gradient
+read, gradients written) over the bandwidth of a large copy measured first. Peak memory is what a forward and backward
+pass allocates above its inputs. The first call is that of a process with an empty Triton cache.
 
 With --peer, ``peer.py`` times flash-linear-attention where it is installed, which takes five minutes more. Otherwise
 the table has figures measured earlier on an H200, marked so.
@@ -23,12 +23,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from statemix.bench import DTYPES
-from statemix.measured_on import provenance, write_records
-from statemix.ops import OPS, SHAPES, Sizes, names_of
-from statemix.timed_scan import (
+from statemix.benchmarks.bench import DTYPES
+from statemix.benchmarks.measured_on import provenance, write_records
+from statemix.benchmarks.ops import OPS, SHAPES, Sizes, names_of
+from statemix.benchmarks.timed_scan import (
     Record,
     TimedScan,
     described,
@@ -37,7 +38,7 @@ from statemix.timed_scan import (
     measure_bandwidth,
     run_once,
 )
-from statemix.worker_pool import run_isolated
+from statemix.benchmarks.worker_pool import run_isolated
 
 PEER = Path(__file__).with_name("peer.py")
 PEER_NAME = "flash-linear-attention"
@@ -53,8 +54,8 @@ def time_ours(tasks: Sequence[TimedScan], arguments: argparse.Namespace) -> list
         return time.monotonic() - began < arguments.minutes * 60
 
     by_shape = sorted(tasks, key=lambda task: arguments.shapes.index(task.sizes))
-    options = {"timeout_s": TIMEOUT_S, "may_start": may_start}
-    for compiled in run_isolated(run_once, mixed(tasks, arguments), num_workers=arguments.workers, **options):
+    run = partial(run_isolated, timeout_s=TIMEOUT_S, may_start=may_start)
+    for compiled in run(run_once, mixed(tasks, arguments), num_workers=arguments.workers):
         if compiled.failure and not compiled.failure.startswith("OutOfMemoryError"):  # alone it may well fit
             failures[compiled.task] = compiled.failure
     print(
@@ -72,7 +73,7 @@ def time_ours(tasks: Sequence[TimedScan], arguments: argparse.Namespace) -> list
         return {**described(task), **with_floors(found, bandwidth), **firsts.get(task, {}), **told}
 
     right = [task for task in by_shape if task not in failures]
-    for done in run_isolated(measure, right, num_workers=1, **options):
+    for done in run(measure, right, num_workers=1):
         if done.result is None:
             failures[done.task] = done.failure
         else:

@@ -34,12 +34,13 @@ from typing import Any
 
 import torch
 
-from statemix.against_float64 import Case, Finding, check_case
-from statemix.bench import DTYPES
+from statemix.benchmarks.against_float64 import Case, Finding, check_case
+from statemix.benchmarks.bench import DTYPES
+from statemix.benchmarks.measured_on import provenance, source_digest, write_records
+from statemix.benchmarks.ops import OPS, names_of
+from statemix.benchmarks.worker_pool import Done, run_isolated
+from statemix.harness.recurrences import Recurrence
 from statemix.kernels.launch_config import TunedRow, additive_config, device_family, override
-from statemix.measured_on import provenance, source_digest, write_records
-from statemix.ops import OPS, Op, names_of
-from statemix.worker_pool import Done, run_isolated
 
 OUTLIER = 1.3  # times the typical error of its kind
 SMALLEST_SAMPLE = 2048  # elements; the error of fewer varies by more than OUTLIER of itself
@@ -101,7 +102,7 @@ CASES: dict[str, tuple[Case, ...]] = {
 COMMON = ((64, 64), (128, 128))  # run every case, whatever the turn
 ROTATING = ("packed", "long", "stateless", "recomputed", "ungrouped", "recurrent")
 
-# The same with erasures. T = 700 and more is cut into segments for the few heads of most cases.
+# Those of the delta family. T = 700 and more is cut into segments for the few heads of most cases.
 DELTA_CASES: dict[str, tuple[Case, ...]] = {
     "batch": (
         Case("t1", 2, 1),
@@ -131,6 +132,8 @@ DELTA_CASES: dict[str, tuple[Case, ...]] = {
     ),
 }
 
+HeadSizes = tuple[tuple[int, int], ...]
+
 EVERY_TILE = ("deltanet", "gated_deltanet", "kda")
 # (key_dim, value_dim) of the other combinations: exact ones, such that fill their tiles in part, and in blocks.
 EXACT = ((64, 64), (128, 128), (256, 128))
@@ -152,7 +155,7 @@ class Configuration:
     blocks: int = 0
 
     @property
-    def row(self) -> Op:
+    def recurrence(self) -> Recurrence:
         return OPS[self.op].in_blocks(self.blocks) if self.blocks else OPS[self.op]
 
     @property
@@ -166,7 +169,7 @@ class Configuration:
 
     @property
     def cases(self) -> list[Case]:
-        known = CASES if self.row.kernels == "additive" else DELTA_CASES
+        known = CASES if self.recurrence.kernels == "additive" else DELTA_CASES
         return [case for name in self.sets for case in known[name]]
 
 
@@ -217,22 +220,23 @@ def _share(op: str) -> str:
 
 
 def _for_every_tile(ops: Sequence[str], *, depth: str) -> list[Configuration]:
-    """Pairs of widths in bfloat16; fewer in float32 with erasures, which takes long to compile; float16 a third."""
+    """Pairs of widths in bfloat16; fewer of the delta family in float32, slow to compile; float16 a third."""
     listed = []
     for op_number, (k_number, v_number) in product(range(len(ops)), product(range(len(PAIRS) // 3), range(3))):
-        pair, has_erasures = PAIRS[3 * k_number + v_number], OPS[ops[op_number]].kernels == "delta"
+        pair, is_delta = PAIRS[3 * k_number + v_number], OPS[ops[op_number]].kernels == "delta"
         for dtype_number, dtype in enumerate(("bfloat16", "float32", "float16")):
             if depth == "full":
                 listed += [Configuration(ops[op_number], *sizes, dtype, tuple(CASES)) for sizes in pair]
                 continue
-            is_third = v_number == (k_number + dtype_number + has_erasures * op_number) % 3
-            is_thin = dtype == "float16" or (has_erasures and dtype == "float32")
+            is_third = v_number == (k_number + dtype_number + is_delta * op_number) % 3
+            is_thin = dtype == "float16" or (is_delta and dtype == "float32")
             if (depth == "quick" and (not is_third or dtype == "float16")) or (is_thin and not is_third):
                 continue
-            if has_erasures and dtype != "bfloat16" and (depth == "quick" or dtype == "float16") and k_number % 2:
+            if is_delta and dtype != "bfloat16" and (depth == "quick" or dtype == "float16") and k_number % 2:
                 continue
             turn = v_number + k_number + 5 * op_number + dtype_number
-            sizes, sets = pair[turn % 2], ("batch", ROTATING[(turn + k_number) % len(ROTATING)])
+            sizes = pair[turn % 2]
+            sets: tuple[str, ...] = ("batch", ROTATING[(turn + k_number) % len(ROTATING)])
             if dtype == "bfloat16" and depth == "usual" and pair[0] in COMMON:
                 sizes, sets = pair[0], tuple(CASES)
             listed.append(Configuration(ops[op_number], *sizes, dtype, sets))
@@ -241,9 +245,11 @@ def _for_every_tile(ops: Sequence[str], *, depth: str) -> list[Configuration]:
 
 def _for_some_tiles(op: str, number: int, *, depth: str) -> list[Configuration]:
     """An exact pair and one in part in bfloat16, one in float32, by turns; block-diagonal ones in eight blocks too."""
-    row = OPS[op]
-    exact, in_part = (BLOCKS_OF_64_OR_128, BLOCKS_IN_PART) if row.blocks > 1 else (EXACT, IN_PART)
-    in_eight = EIGHT_BLOCKS if row.blocks > 1 and row.is_timed else ()
+    recurrence = OPS[op]
+    has_blocks = recurrence.blocks > 1
+    exact: HeadSizes = BLOCKS_OF_64_OR_128 if has_blocks else EXACT
+    in_part: HeadSizes = BLOCKS_IN_PART if has_blocks else IN_PART
+    in_eight: HeadSizes = EIGHT_BLOCKS if has_blocks and recurrence.is_timed else ()
     if depth == "full":
         return [
             Configuration(op, *sizes, dtype, tuple(CASES), 8 if sizes in in_eight else 0)
@@ -266,12 +272,19 @@ def verify(configuration: Configuration, where: Where) -> dict[str, Finding]:
     torch.set_num_threads(1)
     torch.zeros(4).exp()  # on some CPUs the first exp after matrix products can be slightly wrong
     c, device = configuration, torch.device(where.device)
-    sizes = {"key_dim": c.key_dim, "value_dim": c.value_dim, "dtype": DTYPES[c.dtype]}
+    check = partial(
+        check_case,
+        key_dim=c.key_dim,
+        value_dim=c.value_dim,
+        dtype=DTYPES[c.dtype],
+        device=device,
+        backend=where.backend,
+    )
     findings = {}
     for case in c.cases:
         rows = [_uncut(configuration, device)] if case.name.endswith("whole") else []
         with override(rows):
-            findings[case.name] = check_case(c.row, case, **sizes, device=device, backend=where.backend)
+            findings[case.name] = check(c.recurrence, case)
     return findings
 
 
@@ -322,8 +335,8 @@ def record(one: Verdict, backend: str) -> dict[str, Any]:
         "op": c.op,
         "key_dim": c.key_dim,
         "value_dim": c.value_dim,
-        "count": c.row.count,
-        "blocks": c.row.blocks,
+        "count": c.recurrence.count,
+        "blocks": c.recurrence.blocks,
         "dtype": c.dtype,
         "cases": list(c.sets),
         "num_cases": len(one.findings),
@@ -359,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(f"only: expected words of a line, got {' '.join(arguments.only)}, which no configuration has")
     records = earlier_records(arguments.out) if arguments.resume else []
     finished = {(r["op"], r["key_dim"], r["value_dim"], r["dtype"], tuple(r["cases"]), r["blocks"]) for r in records}
-    tasks = [c for c in wanted if (c.op, c.key_dim, c.value_dim, c.dtype, c.sets, c.row.blocks) not in finished]
+    tasks = [c for c in wanted if (c.op, c.key_dim, c.value_dim, c.dtype, c.sets, c.recurrence.blocks) not in finished]
     print(f"{told}\n{len(tasks)} configurations, {len(wanted) - len(tasks)} right in an earlier run", flush=True)
     began = time.monotonic()
     verdicts: list[Verdict] = []

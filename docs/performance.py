@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from statemix.against_float64 import LIMIT_UNDER_EQUAL_KEYS, LIMITS
-from statemix.bench import DTYPES
-from statemix.ops import OPS, SHAPES, Sizes
+from statemix.benchmarks.against_float64 import LIMIT_UNDER_EQUAL_KEYS, LIMITS
+from statemix.benchmarks.bench import DTYPES
+from statemix.benchmarks.ops import OPS, SHAPES, Sizes
 
 DOCS = Path(__file__).parent
 PEER = "flash-linear-attention"

@@ -174,7 +174,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from .bench_command import run_bench
+    from statemix.benchmarks.bench_command import run_bench
 
     with _tuned(arguments.tuned):
         run_bench(arguments)

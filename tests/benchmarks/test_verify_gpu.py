@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from statemix import ScanResult, scan
-from statemix.bench import DTYPES
+from statemix.benchmarks.bench import DTYPES
+from statemix.benchmarks.ops import OPS, names_of
 from statemix.kernels.launch_config import FAMILIES, AdditiveConfig, DeltaConfig, Tiles, additive_config, delta_config
-from statemix.ops import OPS, names_of
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ADDITIVE, DELTA = names_of("additive"), names_of("delta", timed_only=False)
@@ -27,7 +27,7 @@ SMALLEST = ["--full", "--ops", "gla", "--only", "K4", "float32"]
 @pytest.fixture
 def script(load_script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     module = load_script("verify_gpu")
-    monkeypatch.setattr("statemix.measured_on.source_digest", lambda: "0123456789abcdef")
+    monkeypatch.setattr("statemix.benchmarks.measured_on.source_digest", lambda: "0123456789abcdef")
     monkeypatch.setattr(module, "source_digest", lambda: "0123456789abcdef")
     return module
 
@@ -85,11 +85,11 @@ def test_every_combination_with_erasures_is_listed_and_fits_the_time(script: Any
         listed = script.configurations(DELTA, depth=depth)
         assert {c.op for c in listed} == set(DELTA) and len(set(listed)) == len(listed) <= most
         assert {name for c in listed for name in c.sets} == set(script.DELTA_CASES) == set(script.CASES)
-        assert all(c.key_dim % c.row.blocks == 0 for c in listed)
+        assert all(c.key_dim % c.recurrence.blocks == 0 for c in listed)
     usual = script.configurations(DELTA, depth="usual")
     for op in DELTA:
         assert {"bfloat16", "float32"} <= {c.dtype for c in usual if c.op == op}
-    by_block = {c.key_dim // c.row.blocks for c in usual if c.row.blocks > 1}
+    by_block = {c.key_dim // c.recurrence.blocks for c in usual if c.recurrence.blocks > 1}
     assert by_block >= {64, 128} and max(c.key_dim for c in usual) == 1024
 
 
@@ -171,7 +171,7 @@ def test_a_wrong_or_crashed_configuration_and_a_lack_of_time_change_the_exit_cod
 
     monkeypatch.setattr(script, "CASES", {"batch": (script.CASES["batch"][0],)})
     with monkeypatch.context() as patch:
-        patch.setattr("statemix.against_float64.scan", off)
+        patch.setattr("statemix.benchmarks.against_float64.scan", off)
         assert script.main([*SMALLEST, *HERE]) == 1
     printed = capsys.readouterr().out
     assert "wrong  gla K4 V12 float32" in printed and "t1: output: error 1.0e-04 over 1e-05" in printed

@@ -18,9 +18,10 @@ import torch
 import torch.utils.deterministic as deterministic
 from torch import Tensor
 
+from statemix.harness.recurrences import Operands, Recurrence
 from statemix.transitions import scan
 
-from .ops import OPS, Op, Operands, Sizes
+from .ops import OPS, Sizes, random_operands
 
 GUARD = 256  # elements of NaN before and after each input; keeps it aligned to 16 bytes
 
@@ -104,7 +105,7 @@ class Finding:
 
 
 def check_case(
-    op: Op, case: Case, *, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device, backend: str
+    op: Recurrence, case: Case, *, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device, backend: str
 ) -> Finding:
     """Run a case twice and compare: with float64, and the two runs bit by bit."""
     problem = make_problem(op, case, key_dim=key_dim, value_dim=value_dim, dtype=dtype, device=device)
@@ -124,11 +125,11 @@ def check_case(
 
 
 def make_problem(
-    op: Op, case: Case, *, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+    op: Recurrence, case: Case, *, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Problem:
     """Inputs in guarded memory."""
     sizes = case.sizes(key_dim, value_dim)
-    operands = set_gates(op.operands(sizes, dtype=dtype, device=device), case.gates)
+    operands = set_gates(random_operands(op, sizes, dtype=dtype, device=device), case.gates)
     operands = set_rates(operands, case.rates, max_beta=op.max_beta)
     operands = set_equal_keys(operands, blocks=op.blocks) if case.has_equal_keys else operands
     generator = torch.Generator(device).manual_seed(1)
@@ -212,7 +213,7 @@ def _strided(x: Tensor) -> Tensor:
     return wide.transpose(0, 1)[..., : x.shape[-1]].copy_(x)
 
 
-def reference(op: Op, case: Case, problem: Problem) -> dict[str, Tensor]:
+def reference(op: Recurrence, case: Case, problem: Problem) -> dict[str, Tensor]:
     """Results and gradients in float64: by the definition where it is short and its states fit, else in chunks."""
     in_float64 = Problem(
         problem.operands.map(torch.Tensor.double),
@@ -228,7 +229,7 @@ def reference(op: Op, case: Case, problem: Problem) -> dict[str, Tensor]:
     return run(op, replace(case, form=form, options=()), in_float64, backend="torch", is_forward_only=False)
 
 
-def _size_of_shares(op: Op, case: Case, problem: Problem) -> float:
+def _size_of_shares(op: Recurrence, case: Case, problem: Problem) -> float:
     """Norm of what every token adds to the gradient of a constant decay, in float64.
 
     The shares have both signs. In the sum of one head they can cancel by chance, and their roundings do not.
@@ -241,7 +242,7 @@ def _size_of_shares(op: Op, case: Case, problem: Problem) -> float:
     return float(torch.linalg.vector_norm(shares))
 
 
-def run(op: Op, case: Case, problem: Problem, *, backend: Any, is_forward_only: bool) -> dict[str, Tensor]:
+def run(op: Recurrence, case: Case, problem: Problem, *, backend: Any, is_forward_only: bool) -> dict[str, Tensor]:
     """Output, final state, and the gradient of each input as ``d NAME``."""
     wants_grad = not is_forward_only
     operands = problem.operands.map(lambda x: x.detach().requires_grad_(wants_grad))
@@ -249,7 +250,7 @@ def run(op: Op, case: Case, problem: Problem, *, backend: Any, is_forward_only: 
     initial = problem.initial_state
     if initial is not None:
         initial = inputs["initial_state"] = initial.detach().requires_grad_(wants_grad)
-    transition, write = op.make(operands)
+    transition, write = op.build(operands)
     with torch.set_grad_enabled(wants_grad):
         result = scan(
             operands.q,
@@ -276,7 +277,7 @@ def run(op: Op, case: Case, problem: Problem, *, backend: Any, is_forward_only: 
     }
 
 
-def run_poisoned(op: Op, case: Case, problem: Problem, *, backend: str) -> dict[str, Tensor]:
+def run_poisoned(op: Recurrence, case: Case, problem: Problem, *, backend: str) -> dict[str, Tensor]:
     """``run`` with every fresh block of memory full of NaN."""
     with nan_in_fresh_memory():
         made = run(op, case, problem, backend=backend, is_forward_only=case.form == "recurrent")

@@ -15,11 +15,12 @@ from typing import Any, Literal, cast
 
 import torch
 
+from statemix.harness.recurrences import Operands, Recurrence
 from statemix.transitions import scan
 
 from .bench import DTYPES
 from .measured_on import provenance, write_records
-from .ops import OPS, Op, Operands, Sizes
+from .ops import OPS, Sizes, random_operands
 from .timing import copy_bandwidth, graph_ms, least_bytes, median_ms, time_both_ways
 from .worker_pool import run_isolated
 
@@ -54,24 +55,24 @@ class TimedScan:
 
     def __str__(self) -> str:
         form = "" if self.form == "chunk" else f", {self.form}"
-        return f"{self.row.label}, {self.sizes}{form}"
+        return f"{self.recurrence.label}, {self.sizes}{form}"
 
     @property
-    def row(self) -> Op:
+    def recurrence(self) -> Recurrence:
         return OPS[self.op].in_blocks(self.blocks) if self.blocks else OPS[self.op]
 
     def operands(self) -> Operands:
         """Those that the recurrence reads, leaves of autograd; the others are empty, since many calls share a GPU."""
-        made = self.row.operands(self.sizes, dtype=DTYPES[self.dtype], device=torch.device(self.device))
-        read = self.row.inputs(made)
+        made = random_operands(self.recurrence, self.sizes, dtype=DTYPES[self.dtype], device=torch.device(self.device))
+        read = self.recurrence.inputs(made)
         made = replace(made, **{name: x.new_empty(0) for name, x in made.named() if name not in read})
         return made.map(lambda x: x.requires_grad_(x.ndim > 1))  # RetNet's decays are constants
 
     def call_on(self, operands: Operands) -> Callable[[], torch.Tensor]:
-        op, backend = self.row, cast(Literal["torch", "triton"], self.backend)
+        op, backend = self.recurrence, cast(Literal["torch", "triton"], self.backend)
 
         def call() -> torch.Tensor:
-            transition, write = op.make(operands)
+            transition, write = op.build(operands)
             q, k, v = operands.q, operands.k, operands.v
             form, recompute = self.form, self.is_recomputed
             return scan(q, k, v, transition, write=write, form=form, backend=backend, recompute=recompute).output
@@ -106,7 +107,7 @@ def first_call(task: TimedScan) -> float:
 
 def measure(task: TimedScan) -> Record:
     """Times, peak memory and the bytes of the floor."""
-    operands, op = task.operands(), task.row
+    operands, op = task.operands(), task.recurrence
     leaves = [x for x in op.inputs(operands).values() if x.requires_grad]
     timing = time_both_ways(task.call_on(operands), leaves, rep_ms=task.rep_ms)
     graphs = {}
@@ -221,7 +222,7 @@ def exit_code(records: Sequence[Record], num_tasks: int) -> int:
 
 def described(task: TimedScan) -> Record:
     """The sizes of a task in the words of docs/results."""
-    s, op = task.sizes, task.row
+    s, op = task.sizes, task.recurrence
     return {
         "op": task.op,
         **asdict(s),

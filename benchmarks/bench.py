@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from statemix.harness.recurrences import Recurrence
 from statemix.mixers import StateMixer
 from statemix.recipes import Recipe
 from statemix.transitions import Transition, explain, scan
 
-from .ops import Op, Sizes, find_ops
+from .ops import Sizes, find_ops, random_operands
 from .timing import Timing, copy_bandwidth, least_bytes, time_both_ways
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -122,10 +123,10 @@ def named_subjects(
 ) -> Iterator[Subject]:
     """Rows of ``OPS`` on random operands of these sizes."""
 
-    def subject(op: Op) -> Subject:
-        x = op.operands(sizes, dtype=dtype, device=device).map(lambda x: x.requires_grad_(x.ndim > 1))
+    def subject(op: Recurrence) -> Subject:
+        x = random_operands(op, sizes, dtype=dtype, device=device).map(lambda x: x.requires_grad_(x.ndim > 1))
         leaves = tuple(x for x in op.inputs(x).values() if x.requires_grad)
-        return Subject(op.label, sizes, x.q, x.k, x.v, lambda: op.make(x), leaves)
+        return Subject(op.label, sizes, x.q, x.k, x.v, lambda: op.build(x), leaves)
 
     return map(subject, find_ops(tuple(names)))
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from statemix.harness.recurrences import Recurrence
 from statemix.kernels.launch_config import (
     Config,
     Family,
@@ -32,7 +33,7 @@ from statemix.kernels.launch_config import (
 )
 
 from .against_float64 import Case, check_case
-from .ops import OPS, Op, Sizes, find_ops
+from .ops import OPS, Sizes, find_ops
 from .timed_scan import TimedScan
 from .timing import graph_ms, time_both_ways
 from .worker_pool import run_isolated
@@ -256,7 +257,7 @@ def time_trial(trial: Trial) -> Times:
     return times
 
 
-def _call_on(op: Op, trial: Trial) -> tuple[Callable[[], Tensor], list[Tensor]]:
+def _call_on(op: Recurrence, trial: Trial) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """A call of ``scan``, and the inputs that get gradients: all but RetNet's constants."""
     dtype = str(trial.dtype).removeprefix("torch.")
     timed = TimedScan(op.name, trial.sizes, dtype, trial.device, trial.backend, is_recomputed=False, rep_ms=REP_MS)
@@ -264,13 +265,13 @@ def _call_on(op: Op, trial: Trial) -> tuple[Callable[[], Tensor], list[Tensor]]:
     return timed.call_on(operands), [x for x in op.inputs(operands).values() if x.requires_grad]
 
 
-def matters(config: Config, present: Config, ops: Sequence[Op]) -> bool:
+def matters(config: Config, present: Config, ops: Sequence[Recurrence]) -> bool:
     """Whether one of the recurrences runs a kernel that differs from the present row."""
     changed = {f.name for f in fields(config) if getattr(config, f.name) != getattr(present, f.name)}
     return not changed or any(not changed.isdisjoint(_read_by(op)) for op in ops)
 
 
-def _read_by(op: Op) -> set[str]:
+def _read_by(op: Recurrence) -> set[str]:
     """The fields whose kernels a recurrence runs. ``walk`` also has a say in where any is cut, which ``fill`` tries."""
     shared = {"chunk_size", "fill", "summary"}
     has_channels = "channel_decay" in op.uses
