@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 from statemix import harness
-from statemix.harness.recurrences import RECURRENCES, Family, Operands, Recurrence, Source
+from statemix.harness.recurrences import RECURRENCES, Family, NamedRecurrence, Operands, Source
 
 
 class Sizes(harness.Sizes):
-    """Sizes of a call, said in a table; ``num_value_heads`` is a multiple of ``num_heads``."""
+    """Sizes of a call, printed for a table; ``num_value_heads`` is a multiple of ``num_heads``."""
 
     def __str__(self) -> str:
         heads = f"H{self.num_heads}"
@@ -39,7 +39,7 @@ SHAPES = tuple(
 )
 
 
-OPS: dict[str, Recurrence] = {row.name: row for row in RECURRENCES.values() if row.label}
+OPS: dict[str, NamedRecurrence] = {op.name: op for op in RECURRENCES.values() if op.label}
 
 
 class _AsPublished(Source):
@@ -72,7 +72,7 @@ class _AsPublished(Source):
 
 
 def random_operands(
-    op: Recurrence, sizes: Sizes, *, dtype: torch.dtype, device: torch.device, seed: int = 0
+    op: NamedRecurrence, sizes: Sizes, *, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Operands:
     """Operands of a recurrence, with its counts and blocks.
 
@@ -84,8 +84,8 @@ def random_operands(
     return op.draw(sizes, _AsPublished(dtype, device, seed))
 
 
-def find_ops(names: list[str] | tuple[str, ...]) -> list[Recurrence]:
-    """The rows of these names.
+def find_ops(names: list[str] | tuple[str, ...]) -> list[NamedRecurrence]:
+    """The recurrences of these names.
 
     Raises:
         ValueError: an unknown name.
@@ -97,6 +97,6 @@ def find_ops(names: list[str] | tuple[str, ...]) -> list[Recurrence]:
 
 
 def names_of(family: Family | Literal["all"], *, timed_only: bool = True) -> list[str]:
-    """The rows that a family of kernels runs."""
-    rows = [op for op in OPS.values() if family in (op.kernels, "all")]
-    return [op.name for op in rows if op.is_timed or not timed_only]
+    """The names of those that a family of kernels runs."""
+    found = [op for op in OPS.values() if family in (op.kernels, "all")]
+    return [op.name for op in found if op.is_timed or not timed_only]

@@ -64,13 +64,13 @@ def time_ours(tasks: Sequence[TimedScan], arguments: argparse.Namespace) -> list
     [bandwidth] = [
         done.result for done in run_isolated(measure_bandwidth, [arguments.device], num_workers=1, timeout_s=60)
     ]
-    told = {**provenance(arguments.device), "copy_gb_s": bandwidth}
+    origin = {**provenance(arguments.device), "copy_gb_s": bandwidth}
     measured: dict[TimedScan, Record] = {}
     firsts: dict[TimedScan, Record] = {}
 
     def record(task: TimedScan) -> Record:
         found = measured.get(task, {"failure": failures.get(task, "not run")})
-        return {**described(task), **with_floors(found, bandwidth), **firsts.get(task, {}), **told}
+        return {**described(task), **with_floors(found, bandwidth), **firsts.get(task, {}), **origin}
 
     right = [task for task in by_shape if task not in failures]
     for done in run(measure, right, num_workers=1):
@@ -81,8 +81,8 @@ def time_ours(tasks: Sequence[TimedScan], arguments: argparse.Namespace) -> list
         print(f"{done.task.sizes!s:<24}{_line(record(done.task), {})}", flush=True)
         write_records(arguments.out, [record(task) for task in tasks if task in measured])
     if not arguments.no_first_call:
-        wanted = [task for task in tasks if task.op in (arguments.first_call_ops or arguments.ops)]
-        firsts = first_calls(wanted, arguments.first_call_workers, may_start)
+        called = [task for task in tasks if task.op in (arguments.first_call_ops or arguments.ops)]
+        firsts = first_calls(called, arguments.first_call_workers, may_start)
     return [record(task) for task in tasks]
 
 
@@ -99,9 +99,9 @@ def first_calls(tasks: Sequence[TimedScan], num_workers: int, may_start: Callabl
     """Seconds of the first call, for the first shape of each recurrence: of forward, and of both in another process."""
     seconds: dict[TimedScan, Record] = {}
     first = {task.op: task for task in reversed(tasks)}.values()
-    wanted = [replace(task, is_both=is_both) for task in first for is_both in (False, True)]
+    calls = [replace(task, is_both=is_both) for task in first for is_both in (False, True)]
     for done in run_isolated(
-        first_call, wanted, num_workers=num_workers, timeout_s=TIMEOUT_S, may_start=may_start, is_fresh=True
+        first_call, calls, num_workers=num_workers, timeout_s=TIMEOUT_S, may_start=may_start, is_fresh=True
     ):
         key = "first_forward_backward_call_s" if done.task.is_both else "first_call_s"
         value = None if done.result is None else round(done.result, 2)
@@ -183,10 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     records += peer_records(arguments)
     write_records(arguments.out, records)
     failed = [record for record in records if "failure" in record]
-    told = {key: records[0][key] for key in ("gpu", "versions", "date", "source", "copy_gb_s")}
+    origin = {key: records[0][key] for key in ("gpu", "versions", "date", "source", "copy_gb_s")}
     notes = {record["note"] for record in records if "note" in record}
     print(
-        "\n".join([table(records), "", str(told), *(f"{PEER_NAME}: {note}" for note in notes), f"{len(failed)} failed"])
+        "\n".join(
+            [table(records), "", str(origin), *(f"{PEER_NAME}: {note}" for note in notes), f"{len(failed)} failed"]
+        )
     )
     return 1 if failed else 0
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from statemix.harness.recurrences import Operands, Recurrence
+from statemix.harness.recurrences import NamedRecurrence, Operands
 from statemix.transitions import scan
 
 from .bench import DTYPES
@@ -38,7 +38,7 @@ class TimedScan:
         is_both: of the first call, forward and backward; otherwise forward alone.
         has_graphs: time launches recorded in CUDA graphs as well.
         form: "recurrent" has no backward pass in the kernels.
-        blocks: in place of those of a block-diagonal row; 0 for its own.
+        blocks: in place of those of a block-diagonal recurrence; 0 for its own.
     """
 
     op: str
@@ -58,15 +58,17 @@ class TimedScan:
         return f"{self.recurrence.label}, {self.sizes}{form}"
 
     @property
-    def recurrence(self) -> Recurrence:
+    def recurrence(self) -> NamedRecurrence:
         return OPS[self.op].in_blocks(self.blocks) if self.blocks else OPS[self.op]
 
     def operands(self) -> Operands:
         """Those that the recurrence reads, leaves of autograd; the others are empty, since many calls share a GPU."""
-        made = random_operands(self.recurrence, self.sizes, dtype=DTYPES[self.dtype], device=torch.device(self.device))
-        read = self.recurrence.inputs(made)
-        made = replace(made, **{name: x.new_empty(0) for name, x in made.named() if name not in read})
-        return made.map(lambda x: x.requires_grad_(x.ndim > 1))  # RetNet's decays are constants
+        operands = random_operands(
+            self.recurrence, self.sizes, dtype=DTYPES[self.dtype], device=torch.device(self.device)
+        )
+        read = self.recurrence.inputs(operands)
+        operands = replace(operands, **{name: x.new_empty(0) for name, x in operands.named() if name not in read})
+        return operands.map(lambda x: x.requires_grad_(x.ndim > 1))  # RetNet's decays are constants
 
     def call_on(self, operands: Operands) -> Callable[[], torch.Tensor]:
         op, backend = self.recurrence, cast(Literal["torch", "triton"], self.backend)
@@ -81,7 +83,7 @@ class TimedScan:
 
 
 def run_once(task: TimedScan) -> float:
-    """Seconds of one forward pass, and backward if wanted, compiling what is not in the cache."""
+    """Seconds of one forward pass, and of backward unless it is left out, compiling what is not in the cache."""
     operands = task.operands()
     call = task.call_on(operands)
     wait(task.device)
@@ -149,14 +151,14 @@ def timed_in_turn(
     to_compile: Sequence[TimedScan],
     num_workers: int,
     minutes: float,
-    told: Record,
+    origin: Record,
 ) -> Iterator[tuple[TimedScan, Record]]:
     """Compile some tasks side by side, then time one after the other; each with its record.
 
     Args:
         function: ``measure`` or ``measure_forward``, whose result, or "failure", goes into the record.
         minutes: no task begins later; those left then are not yielded.
-        told: goes into every record.
+        origin: goes into every record.
     """
     began = time.monotonic()
 
@@ -169,12 +171,12 @@ def timed_in_turn(
     ):
         if compiled.failure:
             failures[compiled.task] = compiled.failure
-            yield compiled.task, {**described(compiled.task), "failure": compiled.failure, **told}
+            yield compiled.task, {**described(compiled.task), "failure": compiled.failure, **origin}
     print(f"compiled {len(to_compile) - len(failures)} calls in {time.monotonic() - began:.0f} s", flush=True)
     right = [task for task in tasks if task not in failures]
     for done in run_isolated(function, right, num_workers=1, timeout_s=TIMEOUT_S, may_start=may_start):
         found = done.result or {"failure": done.failure}
-        yield done.task, {**described(done.task), **found, **told}
+        yield done.task, {**described(done.task), **found, **origin}
 
 
 def add_timing_options(parser: argparse.ArgumentParser, *, rep_ms: int) -> None:
@@ -205,7 +207,7 @@ def written_in_turn(
         to_compile=to_compile,
         num_workers=arguments.workers,
         minutes=arguments.minutes,
-        told=provenance(arguments.device),
+        origin=provenance(arguments.device),
     ):
         records.append(record)
         print(line(record), flush=True)
@@ -241,6 +243,6 @@ def described(task: TimedScan) -> Record:
 
 
 def wait(device: str) -> None:
-    """Until the device has done what it was given."""
+    """Until the device has done its work."""
     if device == "cuda":
         torch.cuda.synchronize()

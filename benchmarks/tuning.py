@@ -1,13 +1,13 @@
 """Choosing tile sizes for one size of head on this GPU: ``statemix bench --tune``.
 
-Each candidate differs from the present row in the tiles of one kernel. All of them are compiled and held against
-float64 first, several at a time, each in a process that it may take down; those that are right are then timed one by
-one, the launches alone, since what Python takes to start them differs by more from run to run. The best choice for each
-kernel goes into one row, which is checked and timed like the others. A row is as good as the geometric mean, over the
-recurrences asked for, of forward and of forward and backward against the present row.
+Each candidate differs from the present configuration in the tiles of one kernel. All of them are compiled and held
+against float64 first, several at a time, each in a process that it may take down; those that are right are then timed
+one by one, the launches alone, since what Python takes to start them differs by more from run to run. The best choice
+for each kernel goes into one configuration, which is checked and timed like the others. It is as good as the geometric
+mean, over the recurrences asked for, of forward and of forward and backward against the present one.
 
-Each family of kernels has rows of its own, so recurrences of one family are tuned together. A row serves all of them,
-whole heads and blocks as wide: the best one is checked for those that were not asked for too.
+Each family of kernels has configurations of its own, so recurrences of one family are tuned together. One serves all of
+them, whole heads and blocks as wide: the best is checked for those that were not asked for too.
 """
 
 import math
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from statemix.harness.recurrences import Recurrence
+from statemix.harness.recurrences import NamedRecurrence
 from statemix.kernels.launch_config import (
     Config,
     Family,
@@ -95,7 +95,7 @@ class Outcome:
     times: Times
 
     def score(self, present: "Outcome") -> float:
-        """Geometric mean of times relative to those of the present row: below 1 is faster."""
+        """Geometric mean of times relative to those of the present one: below 1 is faster."""
         logs = [
             math.log(mine / theirs)
             for op, both in self.times.items()
@@ -106,7 +106,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The row to keep, and what it gained: ``score`` of ``Outcome``, 1 when the present row is the best."""
+    """The configuration to keep, and its ``score`` of ``Outcome``, 1 when the present one is the best."""
 
     row: TunedRow
     score: float
@@ -126,7 +126,7 @@ def tune(
     """Try the candidates for heads of this size; ``show`` gets a line for each as it ends.
 
     Raises:
-        ValueError: no GPU, recurrences that do not share a row, or the present row itself is wrong.
+        ValueError: no GPU, recurrences that do not share a configuration, or the present one is wrong.
     """
     if device.type != "cuda" and backend == "triton":
         raise ValueError(f"tune: expected a GPU, got device {device.type}; the torch forms have no tiles to choose")
@@ -170,7 +170,7 @@ def tune(
 
 
 def join_best(outcomes: Sequence[Outcome], base: Outcome) -> Config:
-    """The present row with, for each kernel, the tiles that gained most on their own."""
+    """The present configuration with, for each kernel, the tiles that gained most on their own."""
     joined = base.config
     for field in fields(joined):
         changed = [
@@ -257,7 +257,7 @@ def time_trial(trial: Trial) -> Times:
     return times
 
 
-def _call_on(op: Recurrence, trial: Trial) -> tuple[Callable[[], Tensor], list[Tensor]]:
+def _call_on(op: NamedRecurrence, trial: Trial) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """A call of ``scan``, and the inputs that get gradients: all but RetNet's constants."""
     dtype = str(trial.dtype).removeprefix("torch.")
     timed = TimedScan(op.name, trial.sizes, dtype, trial.device, trial.backend, is_recomputed=False, rep_ms=REP_MS)
@@ -265,13 +265,13 @@ def _call_on(op: Recurrence, trial: Trial) -> tuple[Callable[[], Tensor], list[T
     return timed.call_on(operands), [x for x in op.inputs(operands).values() if x.requires_grad]
 
 
-def matters(config: Config, present: Config, ops: Sequence[Recurrence]) -> bool:
-    """Whether one of the recurrences runs a kernel that differs from the present row."""
+def matters(config: Config, present: Config, ops: Sequence[NamedRecurrence]) -> bool:
+    """Whether one of the recurrences runs a kernel that differs from the present one."""
     changed = {f.name for f in fields(config) if getattr(config, f.name) != getattr(present, f.name)}
     return not changed or any(not changed.isdisjoint(_read_by(op)) for op in ops)
 
 
-def _read_by(op: Recurrence) -> set[str]:
+def _read_by(op: NamedRecurrence) -> set[str]:
     """The fields whose kernels a recurrence runs. ``walk`` also has a say in where any is cut, which ``fill`` tries."""
     shared = {"chunk_size", "fill", "summary"}
     has_channels = "channel_decay" in op.uses
@@ -285,11 +285,11 @@ def _read_by(op: Recurrence) -> set[str]:
 
 
 def _say(config: Config, present: Config) -> str:
-    """A configuration by what differs from the present row."""
+    """A configuration by what differs from the present one."""
     changes = []
     for field in fields(config):
         value = getattr(config, field.name)
         if value != getattr(present, field.name):
-            said = "x".join(map(str, asdict(value).values())) if isinstance(value, Tiles) else value
-            changes.append(f"{field.name} {said}")
+            text = "x".join(map(str, asdict(value).values())) if isinstance(value, Tiles) else value
+            changes.append(f"{field.name} {text}")
     return ", ".join(changes) or "present tiles"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .context import Subject
 from .problem import Problem, Sizes
-from .recurrences import RECURRENCES, Recurrence, Source
+from .recurrences import RECURRENCES, NamedRecurrence, Source
 
 
 class InRange(Source):
@@ -42,7 +42,7 @@ class InRange(Source):
         return -self.uniform(num_heads)
 
 
-def _problem(row: Recurrence, sizes: Sizes, generator: torch.Generator) -> Problem:
+def _problem(row: NamedRecurrence, sizes: Sizes, generator: torch.Generator) -> Problem:
     x = row.draw(sizes, InRange(generator))
     return Problem(x.q, x.k, x.v, *row.build(x))
 

@@ -7,12 +7,11 @@ Shapes: B batch, T time, m writes a token, n delta updates a token, H key heads,
 V value_dim, b blocks.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -74,47 +73,36 @@ class Operands:
         return ((field.name, getattr(self, field.name)) for field in fields(self))
 
 
-class Source(ABC):
-    """Where random operands come from; a shape begins with B and T."""
+class Source(Protocol):
+    """Where random operands come from. A shape begins with B and T; a unit key has unit length in each block."""
 
-    @abstractmethod
     def query(self, *shape: int, blocks: int) -> Tensor: ...
-
-    @abstractmethod
-    def unit_key(self, *shape: int, blocks: int) -> Tensor:
-        """Vectors of unit length in each of the blocks that the last axis is cut into."""
-
-    @abstractmethod
+    def unit_key(self, *shape: int, blocks: int) -> Tensor: ...
     def value(self, *shape: int) -> Tensor: ...
-
-    @abstractmethod
     def rate(self, *shape: int) -> Tensor: ...
-
-    @abstractmethod
     def log_decay(self, *shape: int) -> Tensor: ...
-
-    @abstractmethod
     def fixed_decay(self, num_heads: int) -> Tensor: ...
 
 
-BuildScan = Callable[[Operands], tuple[Transition, Tensor | None]]
+Scan = tuple[Transition, Tensor | None]
+BuildScan = Callable[[Operands], Scan]
 Family = Literal["additive", "delta"]
 Gate = Literal["none", "scalar", "channel"]
 
 
 @dataclass(frozen=True)
-class Recurrence:
+class NamedRecurrence:
     """One recurrence.
 
     Attributes:
         name: that of its paper, as recipes know it, and what differs from it.
-        kernels: the family of kernels that runs it.
+        kernels: the family of kernels that runs it; of no account without a label.
         build: transition and write out of the operands.
         uses: the operands besides q, k, v that it reads.
         label: for a table; empty for a row that is neither timed nor verified on a GPU.
         subject: its name among the subjects of the harness; empty for a row that is not checked there.
         count: n, delta updates a token.
-        num_writes: m; n unless given.
+        num_writes: m; None for n.
         blocks: b.
         max_beta: up to which no state can grow; operands as for published timings stay below 1.
         is_timed: a row of tables; the other combinations are only verified.
@@ -156,7 +144,7 @@ class Recurrence:
             write=source.rate(*writes, s.num_value_heads),
         )
 
-    def in_blocks(self, blocks: int) -> "Recurrence":
+    def in_blocks(self, blocks: int) -> "NamedRecurrence":
         """A block-diagonal row with another number of blocks."""
         assert self.blocks > 1
         return replace(self, blocks=blocks, label=self.label.replace(f"{self.blocks} blocks", f"{blocks} blocks"))
@@ -165,8 +153,6 @@ class Recurrence:
 def _axis(count: int) -> tuple[int, ...]:
     return (count,) if count > 1 else ()
 
-
-Scan = tuple[Transition, Tensor | None]
 
 # Name, label and subject of a gate with so many delta updates along the write key.
 _ALONG_THE_KEY: dict[tuple[Gate, int], tuple[str, str, str]] = {
@@ -190,12 +176,12 @@ def _delta(x: Operands, *, gate: Gate, is_projected: bool = False, has_blocks: b
     return (BlockDiagonal(transition, x.beta.shape[-1]) if has_blocks else transition), x.beta
 
 
-def _delta_row(gate: Gate, *, count: int, is_projected: bool, blocks: int) -> Recurrence:
+def _delta_row(gate: Gate, *, count: int, is_projected: bool, blocks: int) -> NamedRecurrence:
     """A gate, n delta updates along the write key or another direction, whole or in blocks."""
     name, label, subject = _ALONG_THE_KEY[gate, count]
     has_blocks = blocks > 1
     full_name = name + ("_projected" if is_projected else "") + ("_blocks" if has_blocks else "")
-    return Recurrence(
+    return NamedRecurrence(
         full_name,
         "delta",
         partial(_delta, gate=gate, is_projected=is_projected, has_blocks=has_blocks),
@@ -209,9 +195,40 @@ def _delta_row(gate: Gate, *, count: int, is_projected: bool, blocks: int) -> Re
     )
 
 
-def _checked(name: str, kernels: Family, build: BuildScan, *uses: str) -> Recurrence:
-    """A row for the harness alone: what no paper has, and a user may compose."""
-    return Recurrence(name, kernels, build, uses, subject=name, max_beta=2.0, is_timed=False)
+def _linear_attention(x: Operands) -> Scan:
+    return Identity(), None
+
+
+def _retnet(x: Operands) -> Scan:
+    return FixedDecay(x.fixed_decay), None
+
+
+def _mamba2(x: Operands) -> Scan:
+    return ScalarGate(x.scalar_decay), None
+
+
+def _gla(x: Operands) -> Scan:
+    return DiagonalGate(x.channel_decay), None
+
+
+def _gdn2(x: Operands) -> Scan:
+    return DecayedChannelDelta(x.channel_decay, x.k, x.channel_rate), None
+
+
+def _rwkv7(x: Operands) -> Scan:
+    return UndecayedChannelDelta(x.channel_decay, x.direction, x.channel_rate), None
+
+
+def _comba(x: Operands) -> Scan:
+    return UndecayedDelta(x.scalar_decay, x.k, x.beta, x.feedback), x.beta
+
+
+def _two_writes(x: Operands) -> Scan:
+    return Identity(), x.write
+
+
+def _gate_with_writes(x: Operands) -> Scan:
+    return ScalarGate(x.scalar_decay), x.write
 
 
 def _other_direction(x: Operands) -> Scan:
@@ -231,55 +248,36 @@ def _gated_blocks(x: Operands) -> Scan:
     return BlockDiagonal(Product(ScalarGate(x.scalar_decay), Householder(x.k, x.write)), 4), x.write
 
 
-_PAPERS = (
-    Recurrence("linear_attention", "additive", lambda x: (Identity(), None), (), "linear attention", "identity"),
-    Recurrence(
-        "retnet", "additive", lambda x: (FixedDecay(x.fixed_decay), None), ("fixed_decay",), "RetNet", "fixed_decay"
-    ),
-    Recurrence("mamba2", "additive", lambda x: (ScalarGate(x.scalar_decay), None), ("scalar_decay",), "scalar gate"),
-    Recurrence(
-        "gla", "additive", lambda x: (DiagonalGate(x.channel_decay), None), ("channel_decay",), "GLA", "diagonal_gate"
-    ),
-    *(
-        _delta_row(gate, count=count, is_projected=is_projected, blocks=blocks)
-        for blocks, is_projected, count, gate in product((1, 2), (False, True), (1, 2), _DECAY)
-    ),
-    Recurrence(
-        "gdn2",
-        "delta",
-        lambda x: (DecayedChannelDelta(x.channel_decay, x.k, x.channel_rate), None),
-        ("channel_decay", "channel_rate"),
-        "GDN-2",
-    ),
-    Recurrence(
-        "rwkv7",
-        "delta",
-        lambda x: (UndecayedChannelDelta(x.channel_decay, x.direction, x.channel_rate), None),
-        ("channel_decay", "direction", "channel_rate"),
-        "RWKV-7",
-    ),
-    Recurrence(
-        "comba",
-        "delta",
-        lambda x: (UndecayedDelta(x.scalar_decay, x.k, x.beta, x.feedback), x.beta),
-        ("beta", "scalar_decay", "feedback"),
-        "Comba",
-    ),
-)
+def _composed(
+    name: str, build: BuildScan, *uses: str, count: int = 1, num_writes: int | None = None, blocks: int = 1
+) -> NamedRecurrence:
+    """What no paper has and a user may compose: a row for the harness alone."""
+    return NamedRecurrence(name, "delta", build, uses, "", name, count, num_writes, blocks, 2.0, is_timed=False)
 
-_COMPOSED = (
-    _checked("scalar_gate", "additive", lambda x: (ScalarGate(x.scalar_decay), x.write), "scalar_decay", "write"),
-    replace(_checked("identity_two_writes", "additive", lambda x: (Identity(), x.write), "write"), num_writes=2),
-    _checked("householder_other_direction", "delta", _other_direction, "direction", "beta", "write"),
-    replace(_checked("householder_count_3", "delta", partial(_delta, gate="none"), "beta"), count=3),
-    replace(
-        _checked("two_erasures_one_write", "delta", _other_direction, "direction", "beta", "write"),
-        count=2,
-        num_writes=1,
-    ),
-    _checked("householder_then_gate", "delta", _then_gate, "beta", "channel_decay"),
-    _checked("two_directions", "delta", _two_directions, "direction", "beta", "write"),
-    replace(_checked("block_diagonal_gated", "delta", _gated_blocks, "scalar_decay", "write"), blocks=4),
-)
 
-RECURRENCES: dict[str, Recurrence] = {row.name: row for row in (*_PAPERS, *_COMPOSED)}
+_Row = NamedRecurrence
+
+RECURRENCES: dict[str, NamedRecurrence] = {
+    row.name: row
+    for row in (
+        _Row("linear_attention", "additive", _linear_attention, (), "linear attention", "identity"),
+        _Row("retnet", "additive", _retnet, ("fixed_decay",), "RetNet", "fixed_decay"),
+        _Row("mamba2", "additive", _mamba2, ("scalar_decay",), "scalar gate"),
+        _Row("gla", "additive", _gla, ("channel_decay",), "GLA", "diagonal_gate"),
+        *(
+            _delta_row(gate, count=count, is_projected=is_projected, blocks=blocks)
+            for blocks, is_projected, count, gate in product((1, 2), (False, True), (1, 2), _DECAY)
+        ),
+        _Row("gdn2", "delta", _gdn2, ("channel_decay", "channel_rate"), "GDN-2"),
+        _Row("rwkv7", "delta", _rwkv7, ("channel_decay", "direction", "channel_rate"), "RWKV-7"),
+        _Row("comba", "delta", _comba, ("beta", "scalar_decay", "feedback"), "Comba"),
+        _composed("scalar_gate", _gate_with_writes, "scalar_decay", "write"),
+        _composed("identity_two_writes", _two_writes, "write", num_writes=2),
+        _composed("householder_count_3", partial(_delta, gate="none"), "beta", count=3),
+        _composed("householder_other_direction", _other_direction, "direction", "beta", "write"),
+        _composed("two_erasures_one_write", _other_direction, "direction", "beta", "write", count=2, num_writes=1),
+        _composed("householder_then_gate", _then_gate, "beta", "channel_decay"),
+        _composed("two_directions", _two_directions, "direction", "beta", "write"),
+        _composed("block_diagonal_gated", _gated_blocks, "scalar_decay", "write", blocks=4),
+    )
+}

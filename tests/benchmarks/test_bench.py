@@ -9,9 +9,9 @@ import torch
 from statemix.benchmarks import bench
 from statemix.benchmarks.ops import OPS, Sizes, names_of
 from statemix.benchmarks.timing import Timing
+from statemix.benchmarks.tune_command import save_tuning
 from statemix.cli import main
 from statemix.kernels.launch_config import TunedRow, additive_config, delta_config, override
-from statemix.kernels.tuning_file import save_tuning
 from statemix.recipes import load
 from statemix.transitions import DiagonalGate, Householder, Product
 
