@@ -112,7 +112,7 @@ def configuration_of(recurrence: NamedRecurrence) -> Configuration:
         128,
         128,
         num_steps=2 * x.count if "direction" in uses else x.count,  # in another direction a write has its own
-        is_tied="direction" not in uses and "channel_rate" not in uses,
+        is_tied="channel_rate" not in uses,
         has_factors="channel_rate" not in uses,
         reads_before_decay=transition.lower().reads_before_decay,
         blocks=blocks,

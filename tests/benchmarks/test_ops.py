@@ -5,6 +5,7 @@ import torch
 
 from statemix import scan
 from statemix.benchmarks.ops import OPS, SHAPES, Sizes, find_ops, names_of, random_operands
+from statemix.harness.recurrences import RECURRENCES
 from statemix.transitions.registry import transition_names
 
 SIZES = Sizes(2, 70, 2, 4, 24, 40)
@@ -67,7 +68,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         find_ops(["gla", "glaa"])
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+@pytest.mark.parametrize("op", RECURRENCES.values(), ids=lambda op: op.name)
 def test_a_row_uses_the_operands_it_names_and_no_other(op: object) -> None:
     assert isinstance(op, type(OPS["gla"]))
     x = random_operands(op, SIZES, dtype=torch.float64, device=torch.device("cpu")).map(lambda x: x.requires_grad_())
