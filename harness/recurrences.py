@@ -45,7 +45,7 @@ class Operands:
         direction: the key of a delta update where that is not k, [B, T, n, H, K].
         channel_rate: a beta for each channel, [B, T, HV, K].
         feedback: the share of a write that is erased, [B, T, HV].
-        write: where it is not beta, [B, T, m, HV].
+        write: a rate of its own, [B, T, m, HV].
     """
 
     q: Tensor
