@@ -33,6 +33,7 @@ from statemix.kernels.launch_config import (
 )
 
 from .against_float64 import Case, check_case
+from .measured_on import gpu_name
 from .ops import OPS, Sizes, find_ops
 from .timed_scan import TimedScan
 from .timing import graph_ms, time_both_ways
@@ -131,19 +132,8 @@ def tune(
     if device.type != "cuda" and backend == "triton":
         raise ValueError(f"tune: expected a GPU, got device {device.type}; the torch forms have no tiles to choose")
     found = find_ops(tuple(ops))
-    kinds = {(op.kernels, op.blocks) for op in found}
-    if len(kinds) != 1:
-        got = ", ".join(f"{op.name} ({op.kernels}, {op.blocks} blocks)" for op in found)
-        raise ValueError(
-            "ops: expected recurrences that share a row, of one family of kernels and one number of blocks, got "
-            f"{got}; tune them apart"
-        )
-    [(kernels, blocks)] = kinds
-    if sizes.key_dim % blocks:
-        raise ValueError(f"key_dim: expected a multiple of {blocks} blocks, got {sizes.key_dim}; choose another")
-    row_of = additive_config if kernels == "additive" else delta_config
     family = device_family(device)
-    present: Config = row_of(family, sizes.key_dim // blocks, sizes.value_dim, dtype)
+    present = _present_config(found, family, sizes, dtype)
     first = Trial(present, family, sizes, dtype, tuple(ops), str(device), backend)
     tried = candidates(first.row)
     trials = [replace(first, config=config) for config in tried if matters(config, present, found)]
@@ -161,12 +151,28 @@ def tune(
         best = base
     measured = {
         "sizes": str(sizes),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
+        "gpu": gpu_name(str(device)),
         "torch": torch.__version__,
         "ms": {op: both._asdict() for op, both in best.times.items()},
         "ms_before": {op: both._asdict() for op, both in base.times.items()},
     }
     return Tuned(replace(first, config=best.config).row, best.score(base), measured)
+
+
+def _present_config(ops: Sequence[NamedRecurrence], family: Family, sizes: Sizes, dtype: torch.dtype) -> Config:
+    """The configuration that recurrences of one kind have now."""
+    kinds = {(op.kernels, op.blocks) for op in ops}
+    if len(kinds) != 1:
+        got = ", ".join(f"{op.name} ({op.kernels}, {op.blocks} blocks)" for op in ops)
+        raise ValueError(
+            "ops: expected recurrences that share a configuration, of one family of kernels and one number of blocks, "
+            f"got {got}; tune them apart"
+        )
+    [(kernels, blocks)] = kinds
+    if sizes.key_dim % blocks:
+        raise ValueError(f"key_dim: expected a multiple of {blocks} blocks, got {sizes.key_dim}; choose another")
+    config_of = additive_config if kernels == "additive" else delta_config
+    return config_of(family, sizes.key_dim // blocks, sizes.value_dim, dtype)
 
 
 def join_best(outcomes: Sequence[Outcome], base: Outcome) -> Config:

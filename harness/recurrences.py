@@ -195,16 +195,8 @@ def _delta_row(gate: Gate, *, count: int, is_projected: bool, blocks: int) -> Na
     )
 
 
-def _linear_attention(x: Operands) -> Scan:
-    return Identity(), None
-
-
 def _retnet(x: Operands) -> Scan:
     return FixedDecay(x.fixed_decay), None
-
-
-def _mamba2(x: Operands) -> Scan:
-    return ScalarGate(x.scalar_decay), None
 
 
 def _gla(x: Operands) -> Scan:
@@ -221,14 +213,6 @@ def _rwkv7(x: Operands) -> Scan:
 
 def _comba(x: Operands) -> Scan:
     return UndecayedDelta(x.scalar_decay, x.k, x.beta, x.feedback), x.beta
-
-
-def _two_writes(x: Operands) -> Scan:
-    return Identity(), x.write
-
-
-def _gate_with_writes(x: Operands) -> Scan:
-    return ScalarGate(x.scalar_decay), x.write
 
 
 def _other_direction(x: Operands) -> Scan:
@@ -260,9 +244,9 @@ _Row = NamedRecurrence
 RECURRENCES: dict[str, NamedRecurrence] = {
     row.name: row
     for row in (
-        _Row("linear_attention", "additive", _linear_attention, (), "linear attention", "identity"),
+        _Row("linear_attention", "additive", lambda x: (Identity(), None), (), "linear attention", "identity"),
         _Row("retnet", "additive", _retnet, ("fixed_decay",), "RetNet", "fixed_decay"),
-        _Row("mamba2", "additive", _mamba2, ("scalar_decay",), "scalar gate"),
+        _Row("mamba2", "additive", lambda x: (ScalarGate(x.scalar_decay), None), ("scalar_decay",), "scalar gate"),
         _Row("gla", "additive", _gla, ("channel_decay",), "GLA", "diagonal_gate"),
         *(
             _delta_row(gate, count=count, is_projected=is_projected, blocks=blocks)
@@ -271,8 +255,8 @@ RECURRENCES: dict[str, NamedRecurrence] = {
         _Row("gdn2", "delta", _gdn2, ("channel_decay", "channel_rate"), "GDN-2"),
         _Row("rwkv7", "delta", _rwkv7, ("channel_decay", "direction", "channel_rate"), "RWKV-7"),
         _Row("comba", "delta", _comba, ("beta", "scalar_decay", "feedback"), "Comba"),
-        _composed("scalar_gate", _gate_with_writes, "scalar_decay", "write"),
-        _composed("identity_two_writes", _two_writes, "write", num_writes=2),
+        _composed("scalar_gate", lambda x: (ScalarGate(x.scalar_decay), x.write), "scalar_decay", "write"),
+        _composed("identity_two_writes", lambda x: (Identity(), x.write), "write", num_writes=2),
         _composed("householder_count_3", partial(_delta, gate="none"), "beta", count=3),
         _composed("householder_other_direction", _other_direction, "direction", "beta", "write"),
         _composed("two_erasures_one_write", _other_direction, "direction", "beta", "write", count=2, num_writes=1),
