@@ -12,8 +12,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .options import parse
+
+if TYPE_CHECKING:
+    from statemix.recipes import Recipe
+
 
 # What a wrong path leads to. Any other OSError, a full disk say, is no mistake in the command.
 WRONG_PATH = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -37,20 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     from statemix.recipes import layer_table, load, render
 
-    recipe = load(arguments.recipe, arguments.overrides, plugins=arguments.plugin)
+    recipe = load(
+        arguments.recipe, arguments.overrides, plugins=arguments.plugin, trust_plugins=arguments.trust_plugins
+    )
     print(render(layer_table(recipe, arguments.seq_len)))
     return 0
 
 
 def _train(arguments: argparse.Namespace) -> int:
     from statemix.recipes import load
-    from statemix.training import Interrupted, NonFiniteError, compare, plugins_of_run, train
+    from statemix.training import Interrupted, NonFiniteError, compare, train
 
-    plugins = arguments.plugin
-    if arguments.resume and arguments.out and not plugins:
-        plugins = plugins_of_run(arguments.out)
-    recipe = load(arguments.recipe, arguments.overrides, plugins=plugins)
-    rival = load(arguments.compare, plugins=arguments.plugin) if arguments.compare else None
+    recipe = _recipe_to_train(arguments)
+    trust = arguments.trust_plugins
+    rival = load(arguments.compare, plugins=arguments.plugin, trust_plugins=trust) if arguments.compare else None
     out = arguments.out or _default_folder(recipe.name, resume=arguments.resume)
     if arguments.out is None:
         print(f"run folder: {out}", flush=True)
@@ -70,9 +75,27 @@ def _train(arguments: argparse.Namespace) -> int:
         _fail(error, code=error.exit_code)
         if rival is not None:
             both = ["train", f"{out}/recipe.yaml", "--compare", arguments.compare, "--out", str(out), "--resume"]
+            both += ["--trust-plugins"] * bool(recipe.plugins)
             print(f"statemix: to go on with both: statemix {shlex.join(both)}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _recipe_to_train(arguments: argparse.Namespace) -> "Recipe":
+    """The recipe; one that is resumed may name the parts of its run's plugins, where the user trusts those."""
+    from statemix.recipes import RecipeError, load
+    from statemix.training import plugins_of_run
+
+    plugins, trust = arguments.plugin, arguments.trust_plugins
+    may_take_those_of_the_run = arguments.resume and arguments.out and not plugins
+    if may_take_those_of_the_run and trust:
+        plugins = plugins_of_run(arguments.out, trust_plugins=True)
+    try:
+        return load(arguments.recipe, arguments.overrides, plugins=plugins, trust_plugins=trust)
+    except RecipeError:
+        if may_take_those_of_the_run:
+            plugins_of_run(arguments.out)  # says which files would have to be trusted
+        raise
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -84,7 +107,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     # As at the start of training: the first vectorised exp after matrix products can be slightly wrong.
     torch.zeros(4).exp()
-    model = load_model(arguments.folder)
+    model = load_model(arguments.folder, trust_plugins=arguments.trust_plugins)
     task = load(arguments.folder / "recipe.yaml").training.task.type
     if task != "text":
         raise ValueError(f"folder: expected a model trained on text, got task {task} in {arguments.folder}")
@@ -159,7 +182,9 @@ def _profile(arguments: argparse.Namespace) -> int:
     from statemix.recipes import load
     from statemix.training.profile import profile_training
 
-    recipe = load(arguments.recipe, arguments.overrides, plugins=arguments.plugin)
+    recipe = load(
+        arguments.recipe, arguments.overrides, plugins=arguments.plugin, trust_plugins=arguments.trust_plugins
+    )
     out = arguments.out or _default_folder(f"{recipe.name}-profile", resume=False)
     print(profile_training(recipe, out, steps=arguments.steps, device=arguments.device).table(arguments.rows))
     return 0

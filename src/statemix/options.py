@@ -83,6 +83,7 @@ def _add_generate(commands: Commands) -> None:
     command.add_argument("--temperature", type=_temperature, default=0.7, metavar="T", help=temperature_help)
     command.add_argument("--top-k", type=_whole_from(1), metavar="K", help="take one of the K likeliest (default: all)")
     command.add_argument("--seed", type=_whole_from(0), default=0, metavar="S", help="of the sampling (default: 0)")
+    _add_trust(command)
 
 
 def _add_check(commands: Commands) -> None:
@@ -193,8 +194,14 @@ def _add_recipe(command: argparse.ArgumentParser, *, is_required: bool = True) -
     command.add_argument("recipe", metavar="RECIPE", nargs=None if is_required else "?", help=recipe_help)
     overrides_help = "values to change, such as training.steps=100 or layers.delta.mixer.transition=gla"
     command.add_argument("overrides", metavar="key=value", nargs="*", help=overrides_help)
-    plugin_help = "Python file with transitions of your own, named by the snake_case of their classes; may be repeated"
+    plugin_help = "Python file with transitions, mixers or other parts of your own; may be repeated"
     command.add_argument("--plugin", action="append", default=[], type=Path, metavar="FILE.py", help=plugin_help)
+    _add_trust(command)
+
+
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    trust_help = "run the Python files that a run folder brings, which are code of whoever made it"
+    command.add_argument("--trust-plugins", action="store_true", help=trust_help)
 
 
 def _whole_from(least: int) -> Callable[[str], int]:
