@@ -3,7 +3,7 @@
 # make test-all   every test, and then `make test-versions`
 # make test-versions  what `make test` runs, under the oldest torch and Triton that pyproject.toml takes and under the
 #                 newest tried; gigabytes the first time, since torch comes built for CUDA
-# make lint       ruff and mypy
+# make lint       ruff, mypy and the limits on lines of code
 # make compile-matrix   every kernel for every family of GPUs under three versions of Triton, into docs/results; no GPU
 #                       needed, an hour or two the first time, later what has changed
 # make docs       the site of docs/, in build/docs; a broken link is an error
@@ -57,6 +57,7 @@ lint: .venv/.installed-dev
 	.venv/bin/ruff format --check
 	.venv/bin/python tools/link_packages.py
 	.venv/bin/mypy
+	.venv/bin/python tools/code_lines.py
 
 # A folder for each version goes before the packages of .venv, which has the newest of them and torch.
 triton_versions = 3.4.0 3.6.0 3.7.1

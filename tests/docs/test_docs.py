@@ -34,10 +34,9 @@ import yaml
 from pydantic import BaseModel
 
 from statemix import cli
-from statemix.blocks import CausalLM, SwiGLU
-from statemix.mixers import Attention, StateMixer
+from statemix.blocks import MLPS, NORMS, CausalLM
+from statemix.mixers import MIXERS
 from statemix.recipes import Recipe, TrainingConfig, load
-from statemix.transitions import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -93,8 +92,6 @@ def process_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     """Each page in a folder of its own; the names and modules that its files bring do not outlive it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("statemix.training.sample.NEW_BYTES", 3)  # a sample is part of the output, not of the point
-    for name in ("_MODULES", "_MODULE_OF_CONFIG"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     path, modules = list(sys.path), set(sys.modules)
     yield
     sys.path[:] = path
@@ -132,7 +129,7 @@ def test_every_page_is_in_the_navigation_and_in_ascii() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [StateMixer.Config, Attention.Config, SwiGLU.Config, CausalLM.Config, TrainingConfig, Recipe],
+    [*MIXERS.configs(), *MLPS.configs(), *NORMS.configs(), CausalLM.Config, TrainingConfig, Recipe],
     ids=lambda config: config.__qualname__,
 )
 def test_every_key_of_a_recipe_is_explained(config: type[BaseModel]) -> None:

@@ -26,7 +26,7 @@ def provenance(device: str, *more_packages: str) -> dict[str, Any]:
 
 
 def write_records(path: Path | None, records: Sequence[dict[str, Any]]) -> None:
-    """JSON, one record a line, where a path is given; what stood there is replaced."""
+    """JSON, one record a line, where there is a path; what stood there is replaced."""
     if path is not None:
         path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n", encoding="utf-8")
 
@@ -50,7 +50,7 @@ def source_digest() -> str:
     from statemix import kernels
 
     digest = hashlib.sha256()
-    for file in sorted(Path(kernels.__path__[0]).glob("*.py")):
+    for file in sorted(Path(kernels.__path__[0]).rglob("*.py")):
         digest.update(file.name.encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
