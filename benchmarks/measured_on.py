@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .environment import installed_version
+from statemix.environment import installed_version
 
 PACKAGES = ("statemix", "torch", "triton")
 
