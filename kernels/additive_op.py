@@ -88,7 +88,7 @@ def _backward(
 def _recurrent(operands: AdditiveOperands, *, scale: float) -> tuple[Tensor, Tensor]:
     if not has_kernels(operands.q):
         return additive_torch.recurrent_forward(operands, scale=scale)
-    from .recurrent_triton import recurrent_forward
+    from .triton.recurrent import recurrent_forward
 
     return recurrent_forward(operands, scale=scale)
 

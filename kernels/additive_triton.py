@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from .additive_operands import AdditiveOperands
-from .channel_gradients_triton import ChannelGradients, channel_gradients
-from .channel_pairs_triton import channel_pairs
-from .gate_triton import cumulative_gate
-from .gradients_triton import Gradients, gradients
 from .launch_config import AdditiveConfig, Tiles, additive_config, check_same_tiles, device_family
 from .normal_form import sum_groups
 from .spans import Cut, Spans, ceil_div, cut_rows
-from .tile_triton import DIAGONAL, NO_DECAY, SCALAR, decay_kind
-from .walk_triton import WalkInputs, join_segments, walk
+from .triton.backward.additive_gradients import Gradients, gradients
+from .triton.backward.channel_gradients import ChannelGradients, channel_gradients
+from .triton.inter_chunk.additive_scan import WalkInputs, walk
+from .triton.inter_chunk.joins import join_segments
+from .triton.intra_chunk.channel_scores import channel_pairs
+from .triton.primitives.cumulative_gate import cumulative_gate
+from .triton.primitives.gates import DIAGONAL, NO_DECAY, SCALAR, decay_kind
 
 
 class _Plan(NamedTuple):
@@ -38,7 +39,7 @@ class _Plan(NamedTuple):
 
 
 class _Decayed(NamedTuple):
-    """q and k with their decay, as the walk takes them: see ``walk_triton``."""
+    """q and k with their decay, as the walk takes them: see ``additive_scan``."""
 
     q: Tensor
     k: Tensor

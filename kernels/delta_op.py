@@ -66,7 +66,7 @@ def _backward(
 def _recurrent(operands: DeltaOperands, *, scale: float) -> tuple[Tensor, Tensor]:
     if not has_kernels(operands.q):
         return delta_torch.delta_recurrent_forward(operands, scale=scale)
-    from .recurrent_triton import delta_recurrent_forward
+    from .triton.recurrent import delta_recurrent_forward
 
     return delta_recurrent_forward(operands, scale=scale)
 

@@ -19,18 +19,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .channel_gradients_triton import channel_row_gradients
-from .channel_pairs_triton import channel_erasures
-from .delta_gradients_triton import RowGradients, delta_gradients
 from .delta_operands import DeltaGradients, DeltaOperands
-from .delta_outputs_triton import delta_outputs
-from .delta_walk_triton import DeltaWalkInputs, delta_walk, join_maps
-from .gate_triton import cumulative_gate
-from .inverse_triton import inverse_products
 from .launch_config import DeltaConfig, check_same_tiles, delta_config, device_family
 from .normal_form import sum_groups
 from .spans import Cut, ceil_div, cut_rows
-from .tile_triton import decay_kind
+from .triton.backward.channel_gradients import channel_row_gradients
+from .triton.backward.delta_gradients import RowGradients, delta_gradients
+from .triton.inter_chunk.delta_outputs import delta_outputs
+from .triton.inter_chunk.delta_scan import DeltaWalkInputs, delta_walk
+from .triton.inter_chunk.joins import join_maps
+from .triton.intra_chunk.channel_scores import channel_erasures
+from .triton.intra_chunk.ut_transform import inverse_products
+from .triton.primitives.cumulative_gate import cumulative_gate
+from .triton.primitives.gates import decay_kind
 
 
 class _Plan(NamedTuple):
@@ -41,7 +42,7 @@ class _Plan(NamedTuple):
 
 
 class _Products(NamedTuple):
-    """What the walks read besides values; ``gate``, ``pairs``, ``key`` as in ``delta_walk_triton``."""
+    """What the walks read besides values; ``gate``, ``pairs``, ``key`` as in ``delta_scan``."""
 
     query: Tensor
     eraser: Tensor

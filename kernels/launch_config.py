@@ -287,7 +287,7 @@ def products_in(dtype: torch.dtype, family: Family) -> str:
 
     Where inputs have 16 bits they are intermediate results, and tf32 is finer than the inputs. For float32 inputs the
     product is to be one of float32: by three tf32 products, off by 2^-22, or by CDNA's matrix units, which have it.
-    Tensor cores cut off what they add up, towards 0, which tells over a long chain: see ``inverse_triton``.
+    Tensor cores cut off what they add up, towards 0, which tells over a long chain: see ``ut_transform``.
     """
     if dtype != torch.float32:
         return "tf32"

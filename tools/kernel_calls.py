@@ -300,7 +300,7 @@ def _additive(c: Configuration) -> None:
 
 
 def _recurrent(c: Configuration) -> None:
-    from statemix.kernels.recurrent_triton import recurrent_forward
+    from statemix.kernels.triton.recurrent import recurrent_forward
 
     recurrent_forward(_inputs(c), scale=0.5)
 
@@ -315,7 +315,7 @@ def _delta(c: Configuration) -> None:
 
 
 def _delta_recurrent(c: Configuration) -> None:
-    from statemix.kernels.recurrent_triton import delta_recurrent_forward
+    from statemix.kernels.triton.recurrent import delta_recurrent_forward
 
     delta_recurrent_forward(_delta_inputs(c), scale=0.5)
 

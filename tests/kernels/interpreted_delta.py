@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from statemix import scan
 from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.normal_form import merge_write
-from statemix.kernels.recurrent_triton import delta_recurrent_forward
+from statemix.kernels.triton.recurrent import delta_recurrent_forward
 from statemix.transitions import DiagonalGate, Householder, ScalarGate, Transition
 
 DECAYS = ("none", "scalar", "diagonal")

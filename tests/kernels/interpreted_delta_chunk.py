@@ -40,10 +40,10 @@ from statemix.harness import CATALOGUE, Sizes, check_transition  # noqa: E402
 from statemix.kernels import delta_triton, launch_config  # noqa: E402
 from statemix.kernels.delta_op import delta_scan  # noqa: E402
 from statemix.kernels.delta_operands import DeltaOperands  # noqa: E402
-from statemix.kernels.gate_triton import cumulative_gate  # noqa: E402
-from statemix.kernels.inverse_triton import inverse_products  # noqa: E402
 from statemix.kernels.launch_config import DeltaConfig, Tiles  # noqa: E402
 from statemix.kernels.spans import batch_spans  # noqa: E402
+from statemix.kernels.triton.intra_chunk.ut_transform import inverse_products  # noqa: E402
+from statemix.kernels.triton.primitives.cumulative_gate import cumulative_gate  # noqa: E402
 from statemix.transitions import BlockDiagonal, Householder, Product, ScalarGate  # noqa: E402
 
 FLOAT32 = 1e-5, 1e-4  # of results and of gradients, in norm: sums of a hundred terms

@@ -24,16 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .delta_operands import DeltaOperands
-from .launch import launch
-from .launch_config import Tiles, device_family, products_in
-from .spans import Spans
-from .tile_triton import (
-    SCALAR,
-    between,
-    decay_kind,
-    load_gate,
-    load_gate_before,
+from statemix.kernels.delta_operands import DeltaOperands
+from statemix.kernels.launch import launch
+from statemix.kernels.launch_config import Tiles, device_family, products_in
+from statemix.kernels.spans import Spans
+from statemix.kernels.triton.primitives.gates import SCALAR, between, decay_kind, load_gate, load_gate_before
+from statemix.kernels.triton.primitives.loads import (
     load_rows,
     load_scalars,
     load_step,

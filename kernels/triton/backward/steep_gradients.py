@@ -1,6 +1,6 @@
-"""Gradients of pairs of steep rows under a diagonal decay, by the levels of ``channel_levels_triton``.
+"""Gradients of pairs of steep rows under a diagonal decay, by the levels of ``channel_factors``.
 
-Added to what ``channel_gradients_triton`` has made of everything else. At a level a row is either a query (of a later
+Added to what ``channel_gradients`` has made of everything else. At a level a row is either a query (of a later
 half) or a key (of an earlier one), so with M the level's entries of dP and dP^T and X = E * (q or k), one product
 D = M X holds the level's share of both gradients, E D, and of the gradient of every row's exponent, X D. That one is
 spread over the gates in the exponent: each gate gets the pairs that it lies between, never a difference of larger sums.
@@ -16,11 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .channel_levels_triton import is_later, level_factors, split_gate, spread, spread_tables, sum_tables
-from .launch import launch
-from .launch_config import Tiles, device_family, products_in
-from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import load_rows, load_scalars, load_step, locate_chunk
+from statemix.kernels.launch import launch
+from statemix.kernels.launch_config import Tiles, device_family, products_in
+from statemix.kernels.spans import Spans, ceil_div, power_of_2_from
+from statemix.kernels.triton.primitives.channel_factors import (
+    is_later,
+    level_factors,
+    split_gate,
+    spread,
+    spread_tables,
+    sum_tables,
+)
+from statemix.kernels.triton.primitives.loads import load_rows, load_scalars, load_step, locate_chunk
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq"])

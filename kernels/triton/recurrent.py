@@ -23,11 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .additive_operands import AdditiveOperands
-from .delta_operands import DeltaOperands
-from .launch import launch
-from .spans import Spans, ceil_div, power_of_2_from, whole_documents
-from .tile_triton import DIAGONAL, FIXED, LOG2_E, NO_DECAY, SCALAR, decay_kind, locate
+from statemix.kernels.additive_operands import AdditiveOperands
+from statemix.kernels.delta_operands import DeltaOperands
+from statemix.kernels.launch import launch
+from statemix.kernels.spans import Spans, ceil_div, power_of_2_from, whole_documents
+from statemix.kernels.triton.primitives.gates import DIAGONAL, FIXED, LOG2_E, NO_DECAY, SCALAR, decay_kind
+from statemix.kernels.triton.primitives.loads import locate
 
 
 @triton.jit
