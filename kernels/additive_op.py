@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import additive_torch
 from .additive_operands import AdditiveOperands
-from .launch_config import additive_config, device_family
+from .launch_config import additive_config, device_arch
 from .scan_operators import ScanOperators, has_kernels
 from .spans import num_spans
 
@@ -100,7 +100,7 @@ def _saved_like(operands: AdditiveOperands) -> list[Tensor]:
     """
     q, _, v, log_decay, _, cu_seqlens = operands
     (batch, seq_len, num_heads, value_dim), key_dim = v.shape, q.shape[-1]
-    size = additive_config(device_family(q.device), int(key_dim), int(value_dim), q.dtype).chunk_size
+    size = additive_config(device_arch(q.device), int(key_dim), int(value_dim), q.dtype).chunk_size
     num_chunks = num_spans(batch, seq_len, size, None if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     states = v.new_empty(num_chunks, num_heads, key_dim, value_dim)
     if log_decay is None or log_decay.ndim == 1:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from .additive_operands import AdditiveOperands
-from .launch_config import AdditiveConfig, Tiles, additive_config, check_same_tiles, device_family
+from .launch_config import AdditiveConfig, Tiles, additive_config, check_same_tiles, device_arch
 from .normal_form import sum_groups
-from .spans import Cut, Spans, ceil_div, cut_rows
+from .spans import Partition, Spans, ceil_div, partition
 from .triton.backward.additive_gradients import Gradients, gradients
 from .triton.backward.channel_gradients import ChannelGradients, channel_gradients
 from .triton.inter_chunk.additive_scan import WalkInputs, walk
@@ -34,7 +34,7 @@ class _Plan(NamedTuple):
     """Tiles, how the tokens are cut, and the kind of decay."""
 
     config: AdditiveConfig
-    cut: Cut
+    partition: Partition
     decay: int
 
 
@@ -66,7 +66,7 @@ def additive_forward(operands: AdditiveOperands, *, scale: float, save: bool) ->
     operands = operands.contiguous()
     plan = _plan(operands)
     decayed = _decayed(operands, plan, scale)
-    output = plan.cut.chunks.rows_like(operands.v)
+    output = plan.partition.chunks.rows_like(operands.v)
     states = _chunk_states(operands, plan) if save else None
     inputs = decayed.forward(operands.v, operands.initial_state, plan.decay, scale)
     final = _walk(inputs, plan, output=output, states=states)
@@ -93,14 +93,21 @@ def additive_backward(
         states, decayed = _chunk_states(operands, plan), _decayed(operands, plan, scale)
         inputs = decayed.forward(operands.v, operands.initial_state, plan.decay, scale)
         _walk(inputs, plan, output=None, states=states)
-    grad_states, dv = torch.empty_like(states), plan.cut.chunks.rows_like(operands.v)
+    grad_states, dv = torch.empty_like(states), plan.partition.chunks.rows_like(operands.v)
     reverse = decayed.reverse(grad_output, grad_final, plan.decay, scale)
     d_initial = _walk(reverse, plan, output=dv, states=grad_states, reverse=True)
     grads: ChannelGradients | Gradients
     if operands.log_decay is not None and plan.decay == DIAGONAL.value:
         tiles, given = plan.config.channel_gradients, operands[:3]
         grads = channel_gradients(
-            *given, operands.log_decay, grad_output, states, grad_states, plan.cut.chunks, scale=scale, tiles=tiles
+            *given,
+            operands.log_decay,
+            grad_output,
+            states,
+            grad_states,
+            plan.partition.chunks,
+            scale=scale,
+            tiles=tiles,
         )
     else:
         grads = gradients(
@@ -109,7 +116,7 @@ def additive_backward(
             decayed.gate,
             states,
             grad_states,
-            plan.cut.chunks,
+            plan.partition.chunks,
             scale=scale,
             tiles=plan.config.gradients,
             needs_gate=needs_decay_grad,
@@ -122,23 +129,23 @@ def additive_backward(
 def _plan(operands: AdditiveOperands) -> _Plan:
     q, _, v, log_decay, _, cu_seqlens = operands
     batch, seq_len, heads, value_dim = v.shape
-    config = additive_config(device_family(q.device), q.shape[-1], value_dim, q.dtype)
-    cut = cut_rows(
+    config = additive_config(device_arch(q.device), q.shape[-1], value_dim, q.dtype)
+    parts = partition(
         batch,
         seq_len,
         cu_seqlens,
-        heads * ceil_div(value_dim, config.walk.block),
-        config.cut_rule,
+        heads * ceil_div(value_dim, config.scan.block),
+        config.partition_rule,
     )
-    return _Plan(config, cut, decay_kind(log_decay))
+    return _Plan(config, parts, decay_kind(log_decay))
 
 
 def _decayed(operands: AdditiveOperands, plan: _Plan, scale: float) -> _Decayed:
     q, k, _, log_decay, *_ = operands
     if log_decay is not None and plan.decay == SCALAR.value:
-        return _Decayed(q, k, cumulative_gate(log_decay, plan.cut.chunks), None)
+        return _Decayed(q, k, cumulative_gate(log_decay, plan.partition.chunks), None)
     if log_decay is not None and plan.decay == DIAGONAL.value:
-        made = channel_pairs(q, k, log_decay, plan.cut.chunks, scale=scale, tiles=plan.config.channel_pairs)
+        made = channel_pairs(q, k, log_decay, plan.partition.chunks, scale=scale, tiles=plan.config.channel_scores)
         return _Decayed(made.reach, made.rest, made.total, made.pairs)
     return _Decayed(q, k, log_decay, None)
 
@@ -153,7 +160,7 @@ def _check_saved(saved: list[Tensor], plan: _Plan) -> None:
     """States are those of these chunks, and so are pairs."""
     chunk_size = plan.config.chunk_size
     saved_size = saved[-1].shape[-1] if plan.decay == DIAGONAL.value else chunk_size
-    check_same_tiles((saved[0].shape[0], saved_size), (plan.cut.chunks.count, chunk_size))
+    check_same_tiles((saved[0].shape[0], saved_size), (plan.partition.chunks.count, chunk_size))
 
 
 def _saved_decayed(operands: AdditiveOperands, own: list[Tensor], plan: _Plan) -> _Decayed:
@@ -166,31 +173,33 @@ def _saved_decayed(operands: AdditiveOperands, own: list[Tensor], plan: _Plan) -
 
 def _chunk_states(operands: AdditiveOperands, plan: _Plan) -> Tensor:
     heads, value_dim = operands.v.shape[2:]
-    return operands.v.new_empty(plan.cut.chunks.count, heads, operands.q.shape[-1], value_dim)
+    return operands.v.new_empty(plan.partition.chunks.count, heads, operands.q.shape[-1], value_dim)
 
 
 def _walk(
     inputs: WalkInputs, plan: _Plan, *, output: Tensor | None, states: Tensor | None, reverse: bool = False
 ) -> Tensor:
     """Walk every sequence, in segments where the plan says so; returns the state at the other end."""
-    final = _empty_states(inputs, plan.cut.sequences)
+    final = _empty_states(inputs, plan.partition.sequences)
     step = partial(walk, chunk_size=plan.config.chunk_size, reverse=reverse)
     tiles = _walk_tiles(plan, states, reverse=reverse)
-    if plan.cut.segments is None:
-        step(inputs, plan.cut.sequences, tiles=tiles, output=output, states=states, final=final)
+    if plan.partition.segments is None:
+        step(inputs, plan.partition.sequences, tiles=tiles, output=output, states=states, final=final)
         return final
-    updates, decay = _empty_states(inputs, plan.cut.segments), _span_decay(inputs, plan.cut.segments)
+    updates, decay = _empty_states(inputs, plan.partition.segments), _span_decay(inputs, plan.partition.segments)
     step(
         replace(inputs, initial=None),
-        plan.cut.segments,
+        plan.partition.segments,
         tiles=plan.config.summary,
         output=None,
         states=None,
         final=updates,
         span_decay=decay,
     )
-    join_segments(inputs.initial, updates, decay, final, plan.cut.segments, kind=plan.decay, reverse=reverse)
-    step(replace(inputs, initial=updates), plan.cut.segments, tiles=tiles, output=output, states=states, final=None)
+    join_segments(inputs.initial, updates, decay, final, plan.partition.segments, kind=plan.decay, reverse=reverse)
+    step(
+        replace(inputs, initial=updates), plan.partition.segments, tiles=tiles, output=output, states=states, final=None
+    )
     return final
 
 
@@ -202,10 +211,10 @@ def _empty_states(inputs: WalkInputs, spans: Spans) -> Tensor:
 def _walk_tiles(plan: _Plan, states: Tensor | None, *, reverse: bool) -> Tiles:
     config = plan.config
     if plan.decay == DIAGONAL.value:
-        return config.channel_walk
+        return config.channel_scan
     if reverse:
         return config.reverse
-    return config.walk if states is None or plan.decay != SCALAR.value else config.saving
+    return config.scan if states is None or plan.decay != SCALAR.value else config.saving
 
 
 def _span_decay(inputs: WalkInputs, segments: Spans) -> Tensor | None:

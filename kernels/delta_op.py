@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import delta_torch
 from .delta_operands import DeltaGradients, DeltaOperands, segments_of
-from .launch_config import delta_config, device_family
+from .launch_config import delta_config, device_arch
 from .scan_operators import ScanOperators, has_kernels
 from .spans import num_spans
 
@@ -78,7 +78,7 @@ def _saved_like(operands: DeltaOperands) -> list[Tensor]:
     """
     q, v, log_decay, cu_seqlens = operands.q, operands.v, operands.log_decay, operands.cu_seqlens
     (batch, num_rows, _, value_dim), num_heads, key_dim = v.shape, operands.num_heads, q.shape[-1]
-    config = delta_config(device_family(q.device), int(key_dim), int(value_dim), q.dtype)
+    config = delta_config(device_arch(q.device), int(key_dim), int(value_dim), q.dtype)
     size, num_documents = config.chunk_size, None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     num_chunks = num_spans(batch, num_rows, size, num_documents)
     keys = (batch, num_rows, num_heads, key_dim)

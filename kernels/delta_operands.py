@@ -98,8 +98,8 @@ def segments_of(operands: DeltaOperands, config: DeltaConfig) -> tuple[int, int]
     """
     (batch, rows, _, value_dim), heads = operands.v.shape, operands.num_heads
     num_documents = None if operands.cu_seqlens is None else operands.cu_seqlens.shape[0] - 1
-    programs = heads * ceil_div(value_dim, config.walk.block) * (batch if num_documents is None else num_documents)
-    return config.cut_rule.segments(batch, rows, programs, num_documents)
+    programs = heads * ceil_div(value_dim, config.scan.block) * (batch if num_documents is None else num_documents)
+    return config.partition_rule.segments(batch, rows, programs, num_documents)
 
 
 class DeltaGradients(NamedTuple):

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from .delta_operands import DeltaGradients, DeltaOperands
-from .launch_config import DeltaConfig, check_same_tiles, delta_config, device_family
+from .launch_config import DeltaConfig, check_same_tiles, delta_config, device_arch
 from .normal_form import sum_groups
-from .spans import Cut, ceil_div, cut_rows
+from .spans import Partition, ceil_div, partition
 from .triton.backward.channel_gradients import channel_row_gradients
 from .triton.backward.delta_gradients import RowGradients, delta_gradients
 from .triton.inter_chunk.delta_outputs import delta_outputs
@@ -38,7 +38,7 @@ class _Plan(NamedTuple):
     """Tiles, and how the rows are cut."""
 
     config: DeltaConfig
-    cut: Cut
+    partition: Partition
 
 
 class _Products(NamedTuple):
@@ -95,7 +95,7 @@ def delta_backward(
         states, corrected, maps, cut, pairs, *own = saved
         check_same_tiles(
             (states.shape[0], pairs.shape[-1], maps.shape[0], cut.shape[0]),
-            (plan.cut.chunks.count, plan.config.chunk_size, *_segments(plan)),
+            (plan.partition.chunks.count, plan.config.chunk_size, *_segments(plan)),
         )
         products = _saved_products(operands, [pairs, *own])
     else:
@@ -104,27 +104,27 @@ def delta_backward(
         products, inverse = _products(operands, plan, scale=scale, needs_inverse=True)
         _walk_forward(operands, products, plan, maps, scale=scale, states=states, corrected=(inverse, corrected))
     grad_states = torch.empty_like(states)
-    residual = plan.cut.chunks.rows_like(corrected)
+    residual = plan.partition.chunks.rows_like(corrected)
     d_initial = _walk_reverse(
         operands, products, plan, maps, grad_output, grad_final, scale=scale, output=residual, states=grad_states
     )
     given = (operands, grad_output, corrected, residual)
-    config, at_borders = plan.config, (states, grad_states, plan.cut.chunks)
+    config, at_borders = plan.config, (states, grad_states, plan.partition.chunks)
     if _is_diagonal(operands):
         grads = channel_row_gradients(
             *(*given, *at_borders),
             scale=scale,
             tiles=config.channel_gradients,
-            pair_tiles=config.products,
-            pair_registers=config.product_registers,
+            pair_tiles=config.intra_chunk,
+            pair_registers=config.max_registers,
         )
     else:
         grads = delta_gradients(
             *(*given, products.gate, *at_borders),
             scale=scale,
             tiles=config.gradients,
-            pair_tiles=config.products,
-            pair_registers=config.product_registers,
+            pair_tiles=config.intra_chunk,
+            pair_registers=config.max_registers,
             needs_gate=needs_decay_grad and products.gate is not None,
         )
     return _gradients(grads if needs_decay_grad else grads._replace(gate=None), operands, d_initial)
@@ -133,20 +133,20 @@ def delta_backward(
 def _plan(operands: DeltaOperands) -> _Plan:
     (batch, rows, _, value_dim), heads = operands.v.shape, operands.num_heads
     q = operands.q
-    config = delta_config(device_family(q.device), q.shape[-1], value_dim, q.dtype)
-    cut = cut_rows(
+    config = delta_config(device_arch(q.device), q.shape[-1], value_dim, q.dtype)
+    parts = partition(
         batch,
         rows,
         None if operands.cu_seqlens is None else operands.cu_seqlens * operands.num_steps,
-        heads * ceil_div(value_dim, config.walk.block),
-        config.cut_rule,
+        heads * ceil_div(value_dim, config.scan.block),
+        config.partition_rule,
     )
-    return _Plan(config, cut)
+    return _Plan(config, parts)
 
 
 def _segments(plan: _Plan) -> tuple[int, int]:
     """Their number and the rows of one; 0 and 0 where sequences stay whole."""
-    segments = plan.cut.segments
+    segments = plan.partition.segments
     return (0, 0) if segments is None else (segments.count, segments.length)
 
 
@@ -155,7 +155,7 @@ def _is_diagonal(operands: DeltaOperands) -> bool:
 
 
 def _chunk_states(operands: DeltaOperands, plan: _Plan) -> Tensor:
-    count, heads = plan.cut.chunks.count, operands.num_heads
+    count, heads = plan.partition.chunks.count, operands.num_heads
     return operands.v.new_empty(count, heads, operands.q.shape[-1], operands.v.shape[-1])
 
 
@@ -178,15 +178,15 @@ def _products(
     q, b, gate, channels = operands.q, operands.b, None, None
     query, eraser = q, b if operands.a is None else operands.a
     if _is_diagonal(operands):
-        channels = channel_erasures(operands, plan.cut.chunks, scale=scale, tiles=plan.config.channel_pairs)
+        channels = channel_erasures(operands, plan.partition.chunks, scale=scale, tiles=plan.config.channel_scores)
         query, eraser, gate = channels.query, channels.eraser, channels.total
     elif operands.log_decay is not None:
-        gate = cumulative_gate(operands.log_decay, plan.cut.chunks, num_steps=operands.num_steps)
+        gate = cumulative_gate(operands.log_decay, plan.partition.chunks, num_steps=operands.num_steps)
     made = inverse_products(
-        *(operands, channels, None if channels is not None else gate, plan.cut.chunks),
+        *(operands, channels, None if channels is not None else gate, plan.partition.chunks),
         scale=scale,
-        tiles=plan.config.products,
-        max_registers=plan.config.product_registers,
+        tiles=plan.config.intra_chunk,
+        max_registers=plan.config.max_registers,
         needs_inverse=needs_inverse,
     )
     return _Products(query, eraser, gate, made.pairs, made.key), made.inverse
@@ -235,11 +235,11 @@ def _walk_forward(
 ) -> Tensor:
     """Walk every sequence, in segments where the plan says so, filling ``maps``; returns the final state."""
     inputs = _walk_inputs(operands, products, scale)
-    final, spans, end = operands.empty_state(), plan.cut.sequences, None
-    if plan.cut.segments is None:
+    final, spans, end = operands.empty_state(), plan.partition.sequences, None
+    if plan.partition.segments is None:
         end = final
     else:
-        spans = plan.cut.segments
+        spans = plan.partition.segments
         updates = final.new_empty(spans.count, *final.shape[1:])
         delta_walk(inputs._replace(initial=None), spans, tiles=plan.config.summary, final=updates, maps=maps)
         join_maps(operands.initial_state, updates, maps, final, spans, reverse=False)
@@ -248,9 +248,9 @@ def _walk_forward(
         states = _chunk_states(operands, plan) if states is None else states
         delta_walk(inputs, spans, tiles=plan.config.summary, states=states, final=end)
         tiles = plan.config.outputs
-        delta_outputs(inputs, states, plan.cut.chunks, tiles=tiles, output=output, corrected=corrected)
+        delta_outputs(inputs, states, plan.partition.chunks, tiles=tiles, output=output, corrected=corrected)
     else:
-        tiles = plan.config.walk if states is None else plan.config.saving
+        tiles = plan.config.scan if states is None else plan.config.saving
         delta_walk(inputs, spans, tiles=tiles, output=output, states=states, final=end, corrected=corrected)
     return final
 
@@ -269,11 +269,11 @@ def _walk_reverse(
 ) -> Tensor:
     """dR and dS at the end of every chunk; returns the gradient of the initial state."""
     inputs = _walk_inputs(operands, products, scale)._replace(value=grad_output, weight=None, initial=grad_final)
-    d_initial, spans, end = operands.empty_state(), plan.cut.sequences, None
-    if plan.cut.segments is None:
+    d_initial, spans, end = operands.empty_state(), plan.partition.sequences, None
+    if plan.partition.segments is None:
         end = d_initial
     else:
-        spans = plan.cut.segments
+        spans = plan.partition.segments
         updates = d_initial.new_empty(spans.count, *d_initial.shape[1:])
         start = inputs._replace(initial=None)
         delta_walk(start, spans, tiles=plan.config.reverse, final=updates, reverse=True)

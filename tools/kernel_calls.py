@@ -21,7 +21,7 @@ from statemix.harness.recurrences import RECURRENCES, NamedRecurrence
 from statemix.kernels.additive_operands import AdditiveOperands
 from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import Launch, recording
-from statemix.kernels.launch_config import Family, compile_for
+from statemix.kernels.launch_config import Arch, compile_for
 
 Decay = Literal["none", "fixed", "scalar", "diagonal"]
 
@@ -224,9 +224,9 @@ def label(configuration: Configuration) -> str:
     return " ".join(words + [word for word, is_on in switches.items() if is_on])
 
 
-def record(configuration: Configuration, family: Family) -> list[Launch]:
-    """The launches of a call as a device of ``family`` would get them."""
-    with compile_for(family), recording() as launches:
+def record(configuration: Configuration, arch: Arch) -> list[Launch]:
+    """The launches of a call as a device of ``arch`` would get them."""
+    with compile_for(arch), recording() as launches:
         CALLS[configuration.kernels](configuration)
     return launches
 

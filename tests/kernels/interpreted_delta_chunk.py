@@ -250,7 +250,7 @@ def test_segments_packed(decay: str) -> None:
 
 def expect_segments(operands: DeltaOperands, loss: str) -> None:
     """The definition, and bit by bit the same when backward walks the segments once more."""
-    assert delta_triton._plan(operands).cut.segments is not None
+    assert delta_triton._plan(operands).partition.segments is not None
     got = expect_definition(operands, loss=loss)
     expect_equal(differentiate(operands, functools.partial(kernels, recompute=True), loss), got)
 

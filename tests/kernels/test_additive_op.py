@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from statemix.kernels import additive_op, additive_scan, availability, recurrent_scan
 from statemix.kernels.additive_operands import AdditiveOperands
 from statemix.kernels.launch import recording
-from statemix.kernels.launch_config import FAMILIES, compile_for
+from statemix.kernels.launch_config import ARCHS, compile_for
 from statemix.transitions import DiagonalGate, FixedDecay, Identity, ScalarGate, Transition, scan
 
 DECAYS = (None, "fixed", "scalar", "diagonal")
@@ -81,8 +81,8 @@ def expect_opcheck(given: list[Tensor | None]) -> None:
     assert failures(OPERATORS.recurrent_scan.default, *detached(given), 0.3) == {}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_make(family: Any) -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_make(arch: Any) -> None:
     from statemix.kernels.additive_triton import additive_backward, additive_forward
 
     def layout(tensors: Any) -> list[Any]:
@@ -90,7 +90,7 @@ def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_
 
     for decay, packed, dims, seq_len in product(DECAYS, (False, True), ((16, 24), (300, 64)), (4, 130)):
         options: dict[str, Any] = {"packed": packed, "dims": dims, "seq_len": seq_len, "dtype": torch.bfloat16}
-        with compile_for(family), torch.no_grad():
+        with compile_for(arch), torch.no_grad():
             meta = [None if x is None else x.to("meta") for x in detached(operands(decay, **options))]
             inputs = AdditiveOperands(*meta)
             with recording():

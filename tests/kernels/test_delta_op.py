@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from statemix.kernels import DeltaOperands, delta_op, delta_recurrent_scan, delta_scan
 from statemix.kernels.launch import recording
-from statemix.kernels.launch_config import FAMILIES, compile_for
+from statemix.kernels.launch_config import ARCHS, compile_for
 
 DECAYS = (None, "scalar", "diagonal")
 OPERATORS = torch.ops.statemix
@@ -176,8 +176,8 @@ def test_opcheck_passes(decay: str | None, variant: str) -> None:
     expect_opcheck(draw(decay, seq_len=6, **VARIANTS[variant]))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_make(family: Any) -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_make(arch: Any) -> None:
     from statemix.kernels.delta_triton import delta_backward, delta_forward
 
     def layout(tensors: Any) -> list[Any]:
@@ -188,7 +188,7 @@ def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_
     for decay, variant, dims, seq_len in sizes:
         given = draw(decay, dims=dims, seq_len=seq_len, dtype=torch.bfloat16, **VARIANTS[variant])
         needs_decay_grad = decay is not None
-        with compile_for(family), torch.no_grad():
+        with compile_for(arch), torch.no_grad():
             meta = DeltaOperands(*(x.to("meta") if isinstance(x, Tensor) else x for x in detached(given)))
             with recording():
                 made = delta_forward(meta, scale=1.0, save=True)

@@ -15,7 +15,7 @@ from statemix.kernels.launch_config import (
     AdditiveConfig,
     Config,
     Tiles,
-    TunedRow,
+    TunedConfig,
     additive_config,
     compile_for,
     delta_config,
@@ -92,15 +92,15 @@ def test_a_plan_that_was_made_before_does_not_hide_a_tuned_row() -> None:
 
     x = torch.zeros(1, 130, 1, 64, dtype=torch.bfloat16)
     operands = AdditiveOperands(x, x, x, None, None, None)
-    row = TunedRow("sm_90", 64, 64, torch.bfloat16, AdditiveConfig.uniform(32, Tiles(64, 4, 1)))
+    row = TunedConfig("sm_90", 64, 64, torch.bfloat16, AdditiveConfig.uniform(32, Tiles(64, 4, 1)))
     with compile_for("sm_90"):
-        before = _plan(operands).cut.chunks.count
+        before = _plan(operands).partition.chunks.count
         with override([row]):
-            assert _plan(operands).cut.chunks.count == 5
-        assert _plan(operands).cut.chunks.count == before == 3
+            assert _plan(operands).partition.chunks.count == 5
+        assert _plan(operands).partition.chunks.count == before == 3
 
 
-def forward_then_backward(operands: AdditiveOperands | DeltaOperands, first: TunedRow, then: TunedRow) -> None:
+def forward_then_backward(operands: AdditiveOperands | DeltaOperands, first: TunedConfig, then: TunedConfig) -> None:
     """A scan whose backward pass runs with other tiles than its forward pass."""
     pytest.importorskip("triton")
     from statemix.kernels.additive_triton import additive_backward, additive_forward
@@ -151,6 +151,6 @@ def test_a_backward_pass_that_would_cut_otherwise_than_its_forward_pass_is_refus
         if present is DELTA
         else AdditiveOperands(x, x, x, gate, None, offsets)
     )
-    rows_of = [TunedRow("sm_90", *SIZES, replace(present, **change)) for change in (first, then)]
+    rows_of = [TunedConfig("sm_90", *SIZES, replace(present, **change)) for change in (first, then)]
     with pytest.raises(ValueError, match="tiles: .*backward inside the same") if is_refused else nullcontext():
         forward_then_backward(operands, *rows_of)

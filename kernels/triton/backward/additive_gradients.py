@@ -28,7 +28,7 @@ from torch import Tensor
 
 from statemix.kernels.additive_operands import AdditiveOperands
 from statemix.kernels.launch import launch
-from statemix.kernels.launch_config import Tiles, device_family, products_in
+from statemix.kernels.launch_config import Tiles, device_arch, products_in
 from statemix.kernels.spans import Spans, ceil_div, power_of_2_from
 from statemix.kernels.triton.primitives.gates import FIXED, NO_DECAY, SCALAR, between, bounded, decay_kind, load_gate
 from statemix.kernels.triton.primitives.loads import load_rows, locate_chunk
@@ -223,7 +223,7 @@ def gradients(
             "BLOCK_K": block_k,
             "BLOCK_V": min(2 * tiles.block, max(tiles.block, power_of_2_from(value_dim))),
             "DECAY": decay_kind(log_decay),
-            "PRECISION": products_in(q.dtype, device_family(q.device)),
+            "PRECISION": products_in(q.dtype, device_arch(q.device)),
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

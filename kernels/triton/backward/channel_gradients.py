@@ -7,7 +7,7 @@ from torch import Tensor
 
 from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import launch
-from statemix.kernels.launch_config import Tiles, device_family, products_in
+from statemix.kernels.launch_config import Tiles, device_arch, products_in
 from statemix.kernels.spans import Spans, ceil_div
 
 from .channel_gradients_kernel import _channel_gradients_kernel
@@ -128,7 +128,7 @@ def _launch(
             "BLOCK_V": tiles.block,
             "STEPS": steps,
             "READS_BEFORE": operands.reads_before_decay,
-            "PRECISION": products_in(q.dtype, device_family(q.device)),
+            "PRECISION": products_in(q.dtype, device_arch(q.device)),
         },
         num_warps=tiles.num_warps,
         num_stages=1,

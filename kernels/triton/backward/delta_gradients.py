@@ -24,7 +24,7 @@ from torch import Tensor
 
 from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import launch
-from statemix.kernels.launch_config import Tiles, device_family, products_in
+from statemix.kernels.launch_config import Tiles, device_arch, products_in
 from statemix.kernels.spans import Spans, ceil_div, power_of_2_from
 from statemix.kernels.triton.primitives.gates import SCALAR, decay_kind, load_gate, load_gate_before
 from statemix.kernels.triton.primitives.loads import load_rows, load_scalars, load_step, locate_chunk
@@ -288,7 +288,7 @@ def delta_gradients(
             "STEPS": steps,
             "DECAY": decay_kind(operands.log_decay),
             "READS_BEFORE": operands.reads_before_decay,
-            "PRECISION": products_in(q.dtype, device_family(q.device)),
+            "PRECISION": products_in(q.dtype, device_arch(q.device)),
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from statemix.kernels.launch import launch
-from statemix.kernels.launch_config import Tiles, device_family, products_in
+from statemix.kernels.launch_config import Tiles, device_arch, products_in
 from statemix.kernels.spans import Spans, ceil_div, power_of_2_from
 from statemix.kernels.triton.primitives.channel_factors import (
     is_later,
@@ -223,7 +223,7 @@ def add_steep_gradients(
         "CHUNK": size,
         "LEVELS": levels,
         "QUERY_STEPS": query_steps,
-        "PRECISION": products_in(q.dtype, device_family(q.device)),
+        "PRECISION": products_in(q.dtype, device_arch(q.device)),
     }
     place = (chunks.seq_len, chunks.per_sequence)
     launch(
@@ -256,7 +256,7 @@ def add_steep_gradients(
             "K": key_dim,
             "BLOCK_K": tiles.block,
             "STEPS": num_steps,
-            "SELECTS_POINTERS": device_family(q.device) != "gfx942",
+            "SELECTS_POINTERS": device_arch(q.device) != "gfx942",
             "STAGES": tiles.num_stages,
         },
         num_warps=tiles.num_warps,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from statemix.kernels.launch import launch
-from statemix.kernels.launch_config import Tiles, device_family, products_in
+from statemix.kernels.launch_config import Tiles, device_arch, products_in
 from statemix.kernels.spans import Spans, ceil_div, power_of_2_from
 
 from .additive_scan_kernel import _walk_kernel
@@ -73,7 +73,7 @@ def walk(
             "BLOCK_V": block_v,
             "DECAY": inputs.decay,
             "REVERSE": reverse,
-            "PRECISION": products_in(inputs.value.dtype, device_family(inputs.value.device)),
+            "PRECISION": products_in(inputs.value.dtype, device_arch(inputs.value.device)),
             "STAGES": tiles.num_stages,
         },
         num_warps=tiles.num_warps,

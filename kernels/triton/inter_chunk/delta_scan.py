@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from statemix.kernels.launch import launch
-from statemix.kernels.launch_config import Tiles, device_family, products_in
+from statemix.kernels.launch_config import Tiles, device_arch, products_in
 from statemix.kernels.spans import Spans, ceil_div, power_of_2_from
 from statemix.kernels.triton.primitives.gates import SCALAR
 
@@ -48,7 +48,7 @@ class DeltaWalkInputs(NamedTuple):
             "STEPS": self.num_steps,
             "DECAY": self.decay,
             "READS_BEFORE": self.reads_before_decay and self.decay == SCALAR.value,
-            "PRECISION": products_in(self.key.dtype, device_family(self.key.device)),
+            "PRECISION": products_in(self.key.dtype, device_arch(self.key.device)),
         }
 
 

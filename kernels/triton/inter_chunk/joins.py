@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from statemix.kernels.launch import launch
-from statemix.kernels.launch_config import device_family, products_in
+from statemix.kernels.launch_config import device_arch, products_in
 from statemix.kernels.spans import Spans, ceil_div, power_of_2_from
 from statemix.kernels.triton.primitives.gates import DIAGONAL, NO_DECAY
 
@@ -151,8 +151,8 @@ def join_maps(
 ) -> None:
     """Turn the updates of segments into the states they start from, in place, and fill ``final``."""
     num_sequences, heads, value_dim, key_dim = final.shape
-    block_v, family = 16, device_family(final.device)
-    prefetches = key_dim <= 128 and family != "gfx942"  # wider maps, or 64 KB of shared memory, hold one load
+    block_v, arch = 16, device_arch(final.device)
+    prefetches = key_dim <= 128 and arch != "gfx942"  # wider maps, or 64 KB of shared memory, hold one load
     launch(
         _join_maps_kernel,
         (num_sequences * heads * ceil_div(value_dim, block_v),),
@@ -165,7 +165,7 @@ def join_maps(
             "BLOCK_K": max(16, power_of_2_from(key_dim)),
             "BLOCK": 32,
             "REVERSE": reverse,
-            "PRECISION": products_in(final.dtype, family),
+            "PRECISION": products_in(final.dtype, arch),
         },
         num_warps=8 if prefetches else 4,
         num_stages=3 if prefetches else 1,

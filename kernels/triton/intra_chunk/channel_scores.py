@@ -27,7 +27,7 @@ from torch import Tensor
 
 from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import launch
-from statemix.kernels.launch_config import Tiles, device_family, products_in
+from statemix.kernels.launch_config import Tiles, device_arch, products_in
 from statemix.kernels.spans import Spans, power_of_2_from
 from statemix.kernels.triton.primitives.channel_factors import (
     cumulative_gates,
@@ -312,7 +312,7 @@ def _launch(
         "K": key_dim,
         "CHUNK": chunks.length,
         "STEPS": num_steps,
-        "PRECISION": products_in(q.dtype, device_family(q.device)),
+        "PRECISION": products_in(q.dtype, device_arch(q.device)),
     }
     wide = min(2 * tiles.block, max(tiles.block, power_of_2_from(key_dim)))
     launch(

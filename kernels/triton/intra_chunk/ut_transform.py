@@ -7,7 +7,7 @@ from torch import Tensor
 
 from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import launch
-from statemix.kernels.launch_config import Tiles, device_family, products_in
+from statemix.kernels.launch_config import Tiles, device_arch, products_in
 from statemix.kernels.spans import Spans, power_of_2_from
 from statemix.kernels.triton.primitives.gates import DIAGONAL, NO_DECAY, SCALAR, decay_kind
 
@@ -81,7 +81,7 @@ def _launch_inverse(
     operands: DeltaOperands, channels: ChannelErasures | None, gate: Tensor | None, chunks: Spans
 ) -> Tensor:
     """T of every chunk, [chunks, HV, C, C] float32, without a scalar decay that can wait."""
-    b, size, family = operands.b, chunks.length, device_family(operands.q.device)
+    b, size, arch = operands.b, chunks.length, device_arch(operands.q.device)
     assert size in (16, 32, 64), size
     a, rate, decay = b if operands.a is None else operands.a, operands.rate, NO_DECAY.value
     is_wide = b.dtype == torch.float32
@@ -95,8 +95,8 @@ def _launch_inverse(
     if is_wide:
         precision = exact = "ieee"
     else:
-        precision, exact = products_in(b.dtype, family), products_in(torch.float32, family)
-        if decay == NO_DECAY.value and family.startswith("sm_"):
+        precision, exact = products_in(b.dtype, arch), products_in(torch.float32, arch)
+        if decay == NO_DECAY.value and arch.startswith("sm_"):
             exact = "float16x3"
     launch(
         _inverse_kernel,
@@ -129,5 +129,5 @@ def _sizes(operands: DeltaOperands, chunks: Spans) -> dict[str, Any]:
         "HV": operands.num_heads,
         "K": q.shape[-1],
         "CHUNK": chunks.length,
-        "PRECISION": products_in(q.dtype, device_family(q.device)),
+        "PRECISION": products_in(q.dtype, device_arch(q.device)),
     }
