@@ -1,8 +1,7 @@
 """Training: tasks, optimizer, loop, checkpoints, comparison of two recipes."""
 
 from .comparison import Comparison, compare
-from .interrupt import Interrupted
-from .loop import train
+from .loop import Interrupted, train
 from .model_folder import load_model, save_model
 from .nonfinite import NonFiniteError
 from .plugin_files import plugins_of_run

@@ -8,27 +8,48 @@ same bits, as long as ``training.steps`` stays the same (raising it is allowed, 
 
 import dataclasses
 import math
+import shlex
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import torch
 
 from statemix.recipes import Recipe
 
 from .byte_text import ByteText
-from .clock import Clock, tokens_per_step
-from .curves import draw_curves
-from .evaluation import evaluate
-from .interrupt import Interrupted, deferred_interrupt
-from .metric_log import MetricLog
+from .metrics import MetricLog, draw_curves
 from .model_folder import RECIPE_FILE
 from .nonfinite import NonFiniteError
+from .objective import evaluate
 from .plugin_files import carried_yaml, copy_plugins
-from .progress import show_progress
+from .progress import Clock, show_progress, tokens_per_step
 from .replaced import write_text
 from .result import RunResult
 from .run_plan import RunPlan, plan_run
 from .sample import sample_text
 from .trainer import Trainer
+
+
+class Interrupted(Exception):
+    """Training was stopped by Ctrl-C and a checkpoint is saved; a command line ends with ``exit_code``.
+
+    Attributes:
+        step: the step of the checkpoint.
+        folder: the run folder.
+        command: the command that goes on.
+    """
+
+    exit_code = 130  # 128 + SIGINT, as shells report it
+
+    def __init__(self, step: int, folder: Path) -> None:
+        self.step = step
+        self.folder = folder
+        self.command = shlex.join(["statemix", "train", str(folder / "recipe.yaml"), "--out", str(folder), "--resume"])
+        super().__init__(f"stopped by Ctrl-C; step {step} is saved in {folder}; to go on: {self.command}")
 
 
 def train(
@@ -133,3 +154,31 @@ def _report(trainer: Trainer, *, seconds: float, loss: float) -> RunResult:
     )
     result.write()
     return result
+
+
+class InterruptFlag:
+    """Whether Ctrl-C came."""
+
+    requested = False
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[InterruptFlag]:
+    """Turn the first Ctrl-C into a flag to be looked at between steps; a second one raises KeyboardInterrupt as usual.
+
+    Signals reach the main thread only, so in another thread the flag is never set.
+    """
+    flag = InterruptFlag()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+
+    def ask_to_stop(signum: int, frame: FrameType | None) -> None:
+        flag.requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    previous = signal.signal(signal.SIGINT, ask_to_stop)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,13 +1,15 @@
-"""The loss and its gradients: cross-entropy summed over positions with a label, divided by their number.
+"""The loss and its gradients, and held-out scores: cross-entropy summed over labels, divided by their number.
 
     loss = sum over micro-batches, rows and labelled positions of -log p(label) / number of labelled positions
 
 The division is by the count of the whole step, not per micro-batch, so accumulation changes nothing when micro-batches
-have unequal numbers of labels.
+have unequal numbers of labels. Held-out scores are means over all labelled positions too.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -38,3 +40,44 @@ def accumulate_gradients(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
         share.backward()
         loss += share.detach()
     return loss
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over ``num_valid`` labelled positions.
+
+    Attributes:
+        loss: cross-entropy in nats.
+        accuracy: share of positions whose most likely token is the label, 0 to 1.
+        num_valid: number of positions.
+    """
+
+    loss: float
+    accuracy: float
+    num_valid: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss in bits, when tokens are bytes."""
+        return self.loss / math.log(2)
+
+    def score(self, metric: str) -> float:
+        """The value of ``bits_per_byte`` or ``accuracy``."""
+        return self.bits_per_byte if metric == "bits_per_byte" else self.accuracy
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Batch], *, device: torch.device) -> Evaluation:
+    """Score ``model`` on ``batches``. The model is left in the mode (train or eval) it came in."""
+    was_training = model.training
+    model.eval()
+    loss, correct, num_valid = 0.0, 0, 0
+    for batch in (batch.to(device) for batch in batches):
+        with autocast(device):
+            logits, _ = model(batch.tokens)
+        loss += summed_loss(logits, batch.labels).item()
+        asked = batch.labels != IGNORE
+        correct += int((logits.argmax(-1) == batch.labels)[asked].sum())
+        num_valid += int(asked.sum())
+    model.train(was_training)
+    return Evaluation(loss=loss / num_valid, accuracy=correct / num_valid, num_valid=num_valid)

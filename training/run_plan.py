@@ -8,8 +8,7 @@ import torch
 
 from statemix.recipes import Recipe, load
 
-from .difference import first_difference
-from .model_folder import RECIPE_FILE
+from .model_folder import RECIPE_FILE, first_difference
 from .plugin_files import plugin_names, refuse_other_plugins
 from .run_state import read_state
 from .task import Task, build_task

@@ -20,9 +20,8 @@ import torch
 from statemix.blocks import Block, CausalLM
 from statemix.recipes import TrainingConfig
 
-from .evaluation import evaluate
 from .mqar import Mqar
-from .objective import accumulate_gradients
+from .objective import accumulate_gradients, evaluate
 from .optimizer import build_optimizer, learning_rate
 from .parity import Parity
 from .replaced import replaced

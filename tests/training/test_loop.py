@@ -10,7 +10,7 @@ import torch
 
 from statemix.recipes import Recipe, build, load
 from statemix.training import load_model, train
-from statemix.training.evaluation import evaluate
+from statemix.training.objective import evaluate
 from statemix.training.run_plan import plan_run
 from statemix.training.task import build_task
 from statemix.training.trainer import Trainer

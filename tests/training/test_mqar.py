@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from statemix.recipes import Recipe
 from statemix.training.batch import IGNORE, Batch
-from statemix.training.evaluation import evaluate
 from statemix.training.mqar import Mqar
+from statemix.training.objective import evaluate
 from statemix.training.task import build_task
 
 SETTINGS: dict[str, Any] = {

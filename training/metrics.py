@@ -1,12 +1,14 @@
-"""What a run writes while it runs: metrics.jsonl, one JSON object a line, and the same values for TensorBoard."""
+"""What a run writes while it runs: metrics.jsonl, the same values for TensorBoard, and curves.png."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from .replaced import write_text
+from .replaced import replaced, write_text
 
 METRICS_FILE = "metrics.jsonl"
+CURVES_FILE = "curves.png"
 
 
 class MetricLog:
@@ -54,3 +56,23 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         return []
     text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def draw_curves(folder: Path, *, title: str, in_bits: bool) -> None:
+    """Draw ``metrics.jsonl`` of a run folder; ``in_bits`` shows the loss as bits per byte."""
+    # Slow to import; the Figure class draws with Agg and needs neither pyplot's global state nor a display.
+    from matplotlib.figure import Figure
+
+    lines = read_metrics(folder / METRICS_FILE)
+    steps = [line["step"] for line in lines]
+    unit = math.log(2) if in_bits else 1.0
+    figure = Figure(figsize=(7, 6))
+    loss_axis, lr_axis = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    loss_axis.plot(steps, [line["loss"] / unit for line in lines], marker="." if len(lines) < 40 else "")
+    loss_axis.set(title=title, ylabel="bits per byte" if in_bits else "loss (nats)")
+    lr_axis.plot(steps, [line["lr"] for line in lines])
+    lr_axis.set(xlabel="step", ylabel="learning rate")
+    for axis in (loss_axis, lr_axis):
+        axis.grid(alpha=0.3)
+    with replaced(folder / CURVES_FILE) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
