@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from statemix.transitions.plugin import PluginError, load_plugin
+from statemix.plugins import PluginError, load_file
 
 from .errors import Fault, RecipeError
 
@@ -25,7 +25,7 @@ def load_plugins(data: dict[Any, Any], folder: Path) -> list[Fault]:
             twin = _twin(path, files[:index])
             if twin is not None and twin != path:
                 raise PluginError(f"expected files of different names, got {file} and {twin}; rename one")
-            load_plugin(path)
+            load_file(path)
         except PluginError as error:
             faults.append(Fault(("plugins", index), str(error)))
         files[index] = str(path)
@@ -45,7 +45,7 @@ def add_plugins(data: dict[Any, Any], files: Sequence[str | os.PathLike[str]]) -
         twin = _twin(path, named)
         try:
             if twin is None:
-                load_plugin(path)
+                load_file(path)
                 data["plugins"] = [*named, str(path)]
             elif path.read_bytes() != twin.read_bytes():
                 raise PluginError(

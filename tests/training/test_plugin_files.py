@@ -11,7 +11,6 @@ import torch
 from statemix.cli import main
 from statemix.recipes import Recipe, build, load
 from statemix.training import load_model, plugins_of_run, save_model, train
-from statemix.transitions import registry
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -32,13 +31,6 @@ import sys, torch
 from statemix.training import load_model
 print(load_model(sys.argv[1])(torch.arange(9)[None])[0].double().sum().item())
 """
-
-
-@pytest.fixture(autouse=True)
-def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    for table in ("_MODULES", "_MODULE_OF_CONFIG"):
-        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
-    monkeypatch.setattr("statemix.transitions.plugin._PLUGINS", {})
 
 
 @pytest.fixture
