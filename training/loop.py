@@ -20,7 +20,6 @@ import torch
 
 from statemix.recipes import Recipe
 
-from .byte_text import ByteText
 from .metrics import MetricLog, draw_curves
 from .model_folder import RECIPE_FILE
 from .nonfinite import NonFiniteError
@@ -30,7 +29,6 @@ from .progress import Clock, show_progress, tokens_per_step
 from .replaced import write_text
 from .result import RunResult
 from .run_plan import RunPlan, plan_run
-from .sample import sample_text
 from .trainer import Trainer
 
 
@@ -111,8 +109,8 @@ def _take_steps(trainer: Trainer, log: MetricLog, *, progress: bool) -> tuple[fl
     plan, training = trainer.plan, trainer.recipe.training
     clock = Clock(trainer, before=log.last["seconds"] if log.last else 0.0)
     loss = log.last["loss"] if log.last else math.nan
-    in_bits = plan.task.metric == "bits_per_byte"
-    shown = show_progress(plan.recipe.name, shown=progress, start=plan.start, steps=training.steps, in_bits=in_bits)
+    metric = plan.task.metric
+    shown = show_progress(plan.recipe.name, shown=progress, start=plan.start, steps=training.steps, metric=metric)
     with deferred_interrupt() as interrupt, shown as show:
         while trainer.step < plan.stop_at and not interrupt.requested:
             record = trainer.advance()
@@ -130,7 +128,7 @@ def _take_steps(trainer: Trainer, log: MetricLog, *, progress: bool) -> tuple[fl
 
 def _save(trainer: Trainer) -> None:
     trainer.save()
-    draw_curves(trainer.plan.folder, title=trainer.recipe.name, in_bits=trainer.plan.task.metric == "bits_per_byte")
+    draw_curves(trainer.plan.folder, title=trainer.recipe.name, metric=trainer.plan.task.metric)
 
 
 def _report(trainer: Trainer, *, seconds: float, loss: float) -> RunResult:
@@ -146,11 +144,11 @@ def _report(trainer: Trainer, *, seconds: float, loss: float) -> RunResult:
         num_parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
         train_loss=loss,
         heldout_loss=evaluation.loss,
-        heldout_metric=plan.task.metric,
+        heldout_metric=plan.task.metric.name,
         heldout_value=evaluation.score(plan.task.metric),
         tokens_per_second=trainer.step * tokens_per_step(training) / seconds if seconds else 0.0,
         seconds=seconds,
-        sample=sample_text(trainer.model, plan.task, device=plan.device) if isinstance(plan.task, ByteText) else None,
+        sample=plan.task.sample(trainer.model),
     )
     result.write()
     return result

@@ -1,9 +1,10 @@
 """What a run writes while it runs: metrics.jsonl, the same values for TensorBoard, and curves.png."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
+
+from statemix.tasks import Metric
 
 from .replaced import replaced, write_text
 
@@ -58,18 +59,18 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def draw_curves(folder: Path, *, title: str, in_bits: bool) -> None:
-    """Draw ``metrics.jsonl`` of a run folder; ``in_bits`` shows the loss as bits per byte."""
+def draw_curves(folder: Path, *, title: str, metric: Metric) -> None:
+    """Draw ``metrics.jsonl`` of a run folder; the loss as the metric, where it stands for one."""
     # Slow to import; the Figure class draws with Agg and needs neither pyplot's global state nor a display.
     from matplotlib.figure import Figure
 
     lines = read_metrics(folder / METRICS_FILE)
     steps = [line["step"] for line in lines]
-    unit = math.log(2) if in_bits else 1.0
+    shown = metric.from_loss or (lambda nats: nats)
     figure = Figure(figsize=(7, 6))
     loss_axis, lr_axis = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    loss_axis.plot(steps, [line["loss"] / unit for line in lines], marker="." if len(lines) < 40 else "")
-    loss_axis.set(title=title, ylabel="bits per byte" if in_bits else "loss (nats)")
+    loss_axis.plot(steps, [shown(line["loss"]) for line in lines], marker="." if len(lines) < 40 else "")
+    loss_axis.set(title=title, ylabel=metric.words if metric.from_loss else "loss (nats)")
     lr_axis.plot(steps, [line["lr"] for line in lines])
     lr_axis.set(xlabel="step", ylabel="learning rate")
     for axis in (loss_axis, lr_axis):

@@ -6,7 +6,6 @@ The division is by the count of the whole step, not per micro-batch, so accumula
 have unequal numbers of labels. Held-out scores are means over all labelled positions too.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .batch import IGNORE, Batch
+from statemix.tasks import IGNORE, Batch, Metric
 
 
 def autocast(device: torch.device) -> AbstractContextManager[None]:
@@ -56,14 +55,9 @@ class Evaluation:
     accuracy: float
     num_valid: int
 
-    @property
-    def bits_per_byte(self) -> float:
-        """The loss in bits, when tokens are bytes."""
-        return self.loss / math.log(2)
-
-    def score(self, metric: str) -> float:
-        """The value of ``bits_per_byte`` or ``accuracy``."""
-        return self.bits_per_byte if metric == "bits_per_byte" else self.accuracy
+    def score(self, metric: Metric) -> float:
+        """The value of a metric."""
+        return self.accuracy if metric.from_loss is None else metric.from_loss(self.loss)
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 That is a bar on a terminal, plain lines elsewhere, nothing when switched off.
 """
 
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from statemix.recipes import TrainingConfig
+from statemix.tasks import Metric
 
 from .trainer import Trainer
 
@@ -54,15 +54,15 @@ class Show(Protocol):
 
 
 @contextmanager
-def show_progress(title: str, *, shown: bool, start: int, steps: int, in_bits: bool) -> Iterator[Show]:
-    """Yield what to call after every step; ``in_bits`` adds the loss as bits per byte."""
+def show_progress(title: str, *, shown: bool, start: int, steps: int, metric: Metric) -> Iterator[Show]:
+    """Yield what to call after every step; a metric that the loss stands for is shown beside it."""
     if not shown:
         yield _show_nothing
     elif sys.stderr.isatty():
-        with _bar(title, start=start, steps=steps, in_bits=in_bits) as show:
+        with _bar(title, start=start, steps=steps, metric=metric) as show:
             yield show
     else:
-        yield _lines(title, start=start, steps=steps, in_bits=in_bits)
+        yield _lines(title, start=start, steps=steps, metric=metric)
 
 
 def _show_nothing(step: int, *, loss: float, tokens_per_second: float) -> None:
@@ -70,7 +70,7 @@ def _show_nothing(step: int, *, loss: float, tokens_per_second: float) -> None:
 
 
 @contextmanager
-def _bar(title: str, *, start: int, steps: int, in_bits: bool) -> Iterator[Show]:
+def _bar(title: str, *, start: int, steps: int, metric: Metric) -> Iterator[Show]:
     # Imported here because a silent run needs no terminal library.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -87,12 +87,12 @@ def _bar(title: str, *, start: int, steps: int, in_bits: bool) -> Iterator[Show]
         task = progress.add_task(title, total=steps, completed=start, figures="")
 
         def show(step: int, *, loss: float, tokens_per_second: float) -> None:
-            progress.update(task, completed=step, figures=_figures(loss, tokens_per_second, in_bits))
+            progress.update(task, completed=step, figures=_figures(loss, tokens_per_second, metric))
 
         yield show
 
 
-def _lines(title: str, *, start: int, steps: int, in_bits: bool) -> Show:
+def _lines(title: str, *, start: int, steps: int, metric: Metric) -> Show:
     began = time.monotonic()
     next_line = began
 
@@ -104,12 +104,12 @@ def _lines(title: str, *, start: int, steps: int, in_bits: bool) -> Show:
         next_line = now + SECONDS_BETWEEN_LINES
         left = (now - began) / (step - start) * (steps - step)
         minutes, seconds = divmod(round(left), 60)
-        figures = _figures(loss, tokens_per_second, in_bits)
+        figures = _figures(loss, tokens_per_second, metric)
         print(f"{title}  {step}/{steps}  {figures}  {minutes}:{seconds:02d} left", file=sys.stderr, flush=True)
 
     return show
 
 
-def _figures(loss: float, tokens_per_second: float, in_bits: bool) -> str:
-    bits = f"  {loss / math.log(2):.3f} bits/byte" if in_bits else ""
-    return f"loss {loss:.3f}{bits}  {tokens_per_second:,.0f} tokens/s"
+def _figures(loss: float, tokens_per_second: float, metric: Metric) -> str:
+    score = f"  {metric.from_loss(loss):.3f} {metric.unit}" if metric.from_loss else ""
+    return f"loss {loss:.3f}{score}  {tokens_per_second:,.0f} tokens/s"

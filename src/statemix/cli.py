@@ -93,18 +93,22 @@ def _generate(arguments: argparse.Namespace) -> int:
     # As at the start of training: the first vectorised exp after matrix products can be slightly wrong.
     torch.zeros(4).exp()
     model = load_model(arguments.folder)
-    task = load(arguments.folder / "recipe.yaml").training.task.type
-    if task != "text":
-        raise ValueError(f"folder: expected a model trained on text, got task {task} in {arguments.folder}")
+    recipe = load(arguments.folder / "recipe.yaml")
+    task, vocab_size = recipe.build_task(), recipe.model.vocab_size
+    prompt = task.encode(arguments.prompt)
+    if prompt is None:
+        raise ValueError(f"folder: expected a model trained on text, got task {task.config.type} in {arguments.folder}")
+    if not prompt or not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise ValueError(f"prompt: expected one or more tokens from 0 to {vocab_size - 1}, got {prompt}")
     tokens = generate(
         model,
-        torch.tensor([list(arguments.prompt)]),
+        torch.tensor([prompt]),
         max_new_tokens=arguments.tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         generator=torch.Generator().manual_seed(arguments.seed),
     )
-    print(bytes(token for token in tokens[0].tolist() if token < 256).decode(errors="replace"))
+    print(task.decode(tokens[0].tolist()))
     return 0
 
 

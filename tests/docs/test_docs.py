@@ -91,7 +91,7 @@ def fences(page: Path) -> list[Fence]:
 def process_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Each page in a folder of its own; the names and modules that its files bring do not outlive it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("statemix.training.sample.NEW_BYTES", 3)  # a sample is part of the output, not of the point
+    monkeypatch.setattr("statemix.tasks.token_stream.NEW_TOKENS", 3)  # a sample is part of the output, not of the point
     path, modules = list(sys.path), set(sys.modules)
     yield
     sys.path[:] = path

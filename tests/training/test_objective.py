@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from statemix.training.batch import IGNORE, Batch
+from statemix.tasks import IGNORE, Batch
 from statemix.training.objective import accumulate_gradients, autocast
 
 VOCAB = 11
