@@ -41,7 +41,7 @@ class ByteText(TokenStream):
         )
 
     config: Config
-    metric = Metric("bits_per_byte", lower_is_better=True, from_loss=lambda nats: nats / math.log(2))
+    metric = Metric.bits_per("byte")
     other_data = (
         "training.task.folder: expected the text this run began with, got files with other content; "
         "restore the files, or start a new run"

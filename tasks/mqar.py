@@ -41,9 +41,10 @@ class Mqar(Task):
     def check(self) -> None:
         pairs = self.config.num_pairs
         if 4 * pairs > self.seq_len:
-            raise ValueError(
-                f"training.task.num_pairs: expected at most seq_len / 4 = {self.seq_len // 4}, got {pairs}; "
-                f"lower num_pairs or set seq_len to {4 * pairs} or more"
+            self.refuse(
+                "num_pairs",
+                f"expected at most seq_len / 4 = {self.seq_len // 4}, got {pairs}; "
+                f"lower num_pairs or set seq_len to {4 * pairs} or more",
             )
         self.need_vocabulary(2 * pairs + 2, f"two tokens for each of {pairs} pairs and two more")
 

@@ -37,16 +37,12 @@ class Parity(Task):
         return self.config.heldout_len or 2 * self.seq_len
 
     def check(self) -> None:
-        if self.config.min_len > self.seq_len:
-            raise ValueError(
-                f"training.task.min_len: expected at most seq_len = {self.seq_len}, got {self.config.min_len}; "
-                "lower min_len or raise seq_len"
-            )
+        wanted, got = f"seq_len = {self.seq_len}", self.config.min_len
+        if got > self.seq_len:
+            self.refuse("min_len", f"expected at most {wanted}, got {got}; lower min_len or raise seq_len")
         if self.heldout_len <= self.seq_len:
-            raise ValueError(
-                f"training.task.heldout_len: expected more than seq_len = {self.seq_len}, got {self.heldout_len}; "
-                "raise heldout_len or lower seq_len"
-            )
+            message = f"expected more than {wanted}, got {self.heldout_len}; raise heldout_len or lower seq_len"
+            self.refuse("heldout_len", message)
         self.need_vocabulary(2, "two bits")
 
     def train_batch(self, step: int, batch_size: int) -> Batch:

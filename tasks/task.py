@@ -5,10 +5,11 @@ be saved to go on exactly where a run stopped.
 """
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -62,6 +63,11 @@ class Metric:
     lower_is_better: bool
     from_loss: Callable[[float], float] | None = None
 
+    @classmethod
+    def bits_per(cls, token: str) -> "Metric":
+        """Mean negative log2 probability of the next ``byte``, ``word``, ...: the loss in bits."""
+        return cls(f"bits_per_{token}", lower_is_better=True, from_loss=lambda nats: nats / math.log(2))
+
     @property
     def words(self) -> str:
         """The name for reading, ``bits per byte``."""
@@ -103,8 +109,7 @@ class Task(ABC):
     def check(self) -> None:  # noqa: B027  (nothing to refuse is an answer)
         """Refuse options and sizes that do not go together; called before anything is built, so it reads no data.
 
-        Raises:
-            ValueError: begins with the key, ``training.task.num_pairs: expected ..., got ...; ...``.
+        ``refuse`` and ``need_vocabulary`` say how.
         """
 
     @abstractmethod
@@ -132,6 +137,10 @@ class Task(ABC):
     def sample(self, model: CausalLM) -> str | None:
         """Text of the model behind its prompt, the same every time; None where there is no text."""
         return None
+
+    def refuse(self, key: str, message: str) -> NoReturn:
+        """Raise ValueError about an option: ``training.task.KEY: expected ..., got ...; what to do``."""
+        raise ValueError(f"training.task.{key}: {message}")
 
     def need_vocabulary(self, needed: int, reason: str) -> None:
         """Raise ValueError where the model has fewer than ``needed`` tokens; ``reason`` says what they are for."""

@@ -34,11 +34,7 @@ class TokenStream(Task):
 
     @abstractmethod
     def read(self) -> Split:
-        """Read the tokens; called once.
-
-        Raises:
-            ValueError: they cannot be read; begins with the key, ``training.task.folder: ...``.
-        """
+        """Read the tokens; called once."""
 
     @cached_property
     def split(self) -> Split:

@@ -15,9 +15,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from . import __version__
+
+if TYPE_CHECKING:
+    from statemix.tasks import Task
 
 Run = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -93,13 +96,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     # As at the start of training: the first vectorised exp after matrix products can be slightly wrong.
     torch.zeros(4).exp()
     model = load_model(arguments.folder)
-    recipe = load(arguments.folder / "recipe.yaml")
-    task, vocab_size = recipe.build_task(), recipe.model.vocab_size
-    prompt = task.encode(arguments.prompt)
-    if prompt is None:
-        raise ValueError(f"folder: expected a model trained on text, got task {task.config.type} in {arguments.folder}")
-    if not prompt or not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        raise ValueError(f"prompt: expected one or more tokens from 0 to {vocab_size - 1}, got {prompt}")
+    task = load(arguments.folder / "recipe.yaml").build_task()
+    prompt = _encoded(task, arguments)
     tokens = generate(
         model,
         torch.tensor([prompt]),
@@ -110,6 +108,20 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     print(task.decode(tokens[0].tolist()))
     return 0
+
+
+def _encoded(task: "Task", arguments: argparse.Namespace) -> list[int]:
+    """The prompt as tokens that the model knows."""
+    try:
+        tokens = task.encode(arguments.prompt)
+    except ValueError as error:
+        raise ValueError(f"prompt: {error}") from error
+    if tokens is None:
+        name = task.config.type
+        raise ValueError(f"folder: expected a model trained on text, got task {name} in {arguments.folder}")
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < task.vocab_size:
+        raise ValueError(f"prompt: expected one or more tokens from 0 to {task.vocab_size - 1}, got {tokens}")
+    return tokens
 
 
 def _check(arguments: argparse.Namespace) -> int:
