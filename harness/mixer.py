@@ -104,7 +104,7 @@ def _configured(
     config: Mapping[str, Any] | Config, hidden_size: int | None
 ) -> tuple[str, Callable[[], nn.Module], int]:
     try:
-        valid: Config = TypeAdapter(MixerSpec).validate_python(config)
+        valid: Any = TypeAdapter(MixerSpec).validate_python(config)
     except ValidationError as error:
         raise HarnessError(f"mixer: expected the config of a mixer, got {config!r}: {error}") from error
     size = hidden_size or 8 * valid.num_heads

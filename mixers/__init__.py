@@ -2,14 +2,20 @@
 
 from .attention import Attention
 from .convolution import ShortConvolution
+from .feature_map import FEATURE_MAPS, FeatureMap
+from .mixer import MIXERS, Mixer, MixerSpec, build_mixer
+from .packing import num_sequences
 from .rms_norm import RMSNorm
-from .spec import MixerSpec, build_mixer
-from .state import AttentionState, MixerState, StateError, StateMixerState
+from .state import AttentionState, MixerState, StateError, StateMixerState, check_state, opened
 from .state_mixer import StateMixer
 
 __all__ = [
+    "FEATURE_MAPS",
+    "MIXERS",
     "Attention",
     "AttentionState",
+    "FeatureMap",
+    "Mixer",
     "MixerSpec",
     "MixerState",
     "RMSNorm",
@@ -18,4 +24,7 @@ __all__ = [
     "StateMixer",
     "StateMixerState",
     "build_mixer",
+    "check_state",
+    "num_sequences",
+    "opened",
 ]

@@ -44,7 +44,13 @@ class Registry(Generic[Part]):
     every: ClassVar[list["Registry[Any]"]] = []
 
     def __init__(
-        self, kind: str, *, aliases: Collection[str] = (), default: str | None = None, takes_name: bool = False
+        self,
+        kind: str,
+        *,
+        aliases: Collection[str] = (),
+        default: str | None = None,
+        takes_name: bool = False,
+        methods: Collection[str] = (),
     ) -> None:
         """Make an empty registry.
 
@@ -53,8 +59,10 @@ class Registry(Generic[Part]):
             aliases: names that the kind itself gives a meaning; no class may take them.
             default: what a mapping without ``type`` is; None refuses it.
             takes_name: whether ``silu`` stands for ``{type: silu}``; a Config without options is then written so too.
+            methods: what a class must have.
         """
-        self.kind, self._aliases, self._default, self._takes_name = kind, aliases, default, takes_name
+        self.kind, self._aliases, self._default = kind, aliases, default
+        self._takes_name, self._methods = takes_name, methods
         self._classes: dict[str, type[Part]] = {}
         # A validated Config builds the class it came from, even when a later class has taken over its name.
         self._class_of_config: dict[type[PartConfig], type[Part]] = {}
@@ -66,9 +74,14 @@ class Registry(Generic[Part]):
         A class of the same module takes over, such as that of a notebook cell or a changed file run again.
 
         Raises:
-            ValueError: there is no such Config, or the name is taken.
+            ValueError: there is no such Config, a method is missing, or the name is taken.
         """
         name = _name_of(cls)
+        for method in self._methods:
+            if not callable(getattr(cls, method, None)):
+                raise ValueError(
+                    f"{cls.__name__}: expected a method {method} as every {self.kind} has, got none; add it"
+                )
         taken = self._classes.get(name)
         if name in self._aliases or (taken is not None and taken.__module__ != cls.__module__):
             owner = f"{taken.__name__} of {taken.__module__}" if taken is not None else "an alias of the package"
