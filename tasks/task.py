@@ -151,7 +151,9 @@ class Task(ABC):
             )
 
 
-TASKS: Registry[Task] = Registry("task", takes_name=True)
+TASKS: Registry[Task] = Registry(
+    "task", takes_name=True, methods=("check", "train_batch", "heldout_batches", "fingerprint", "encode", "sample")
+)
 
 TaskSpec = Annotated[PartConfig, TASKS]
 """A task by name (``text``) or as a mapping (``{type: mqar, num_pairs: 8}``)."""
