@@ -77,7 +77,7 @@ class Registry(Generic[Part]):
             ValueError: there is no such Config, a method is missing, or the name is taken.
         """
         name = _name_of(cls)
-        abstract = getattr(cls, "__abstractmethods__", frozenset())
+        abstract: frozenset[str] = getattr(cls, "__abstractmethods__", frozenset())
         for method in (*self._methods, *sorted(abstract)):
             if method in abstract or not callable(getattr(cls, method, None)):
                 raise ValueError(

@@ -4,8 +4,8 @@ from .comparison import Comparison, compare
 from .loop import Interrupted, train
 from .model_folder import load_model, save_model
 from .nonfinite import NonFiniteError
-from .plugin_files import plugins_of_run
 from .result import RunResult
+from .run_files import plugins_of_run
 
 __all__ = [
     "Comparison",

@@ -24,10 +24,9 @@ from .metrics import MetricLog, draw_curves
 from .model_folder import RECIPE_FILE
 from .nonfinite import NonFiniteError
 from .objective import evaluate
-from .plugin_files import carried_yaml, copy_plugins
 from .progress import Clock, show_progress, tokens_per_step
-from .replaced import write_text
 from .result import RunResult
+from .run_files import carried_yaml, copy_plugins, write_text
 from .run_plan import RunPlan, plan_run
 from .trainer import Trainer
 

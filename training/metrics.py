@@ -6,7 +6,7 @@ from pathlib import Path
 
 from statemix.tasks import Metric
 
-from .replaced import replaced, write_text
+from .run_files import replaced, write_text
 
 METRICS_FILE = "metrics.jsonl"
 CURVES_FILE = "curves.png"

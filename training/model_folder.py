@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from statemix.blocks import CausalLM
 from statemix.recipes import Recipe, RecipeError, build, load
 
-from .plugin_files import carried_yaml, copy_plugins
-from .replaced import replaced, write_text
+from .run_files import carried_yaml, copy_plugins, replaced, write_text
 
 RECIPE_FILE = "recipe.yaml"
 MODEL_FILE = "model.safetensors"

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from .replaced import write_text
+from .run_files import write_text
 
 RESULT_FILE = "result.json"
 

@@ -10,7 +10,7 @@ from statemix.recipes import Recipe, load
 from statemix.tasks import Task
 
 from .model_folder import RECIPE_FILE, first_difference
-from .plugin_files import plugin_names, refuse_other_plugins
+from .run_files import plugin_names, refuse_other_plugins
 from .run_state import read_state
 
 # What may change on resume: none of these touches the steps already taken.

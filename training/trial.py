@@ -23,7 +23,7 @@ from statemix.tasks import Mqar, Parity, Task
 
 from .objective import accumulate_gradients, evaluate
 from .optimizer import build_optimizer, learning_rate
-from .replaced import replaced
+from .run_files import replaced
 
 RIVALS: dict[str, Any] = {
     "DeltaNet, beta <= 1": "deltanet",
