@@ -37,6 +37,7 @@ from statemix import cli
 from statemix.blocks import MLPS, NORMS, CausalLM
 from statemix.mixers import MIXERS
 from statemix.recipes import Recipe, TrainingConfig, load
+from statemix.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -129,7 +130,7 @@ def test_every_page_is_in_the_navigation_and_in_ascii() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [*MIXERS.configs(), *MLPS.configs(), *NORMS.configs(), CausalLM.Config, TrainingConfig, Recipe],
+    [*MIXERS.configs(), *MLPS.configs(), *NORMS.configs(), *TASKS.configs(), CausalLM.Config, TrainingConfig, Recipe],
     ids=lambda config: config.__qualname__,
 )
 def test_every_key_of_a_recipe_is_explained(config: type[BaseModel]) -> None:

@@ -1,4 +1,4 @@
-"""A task of one's own, in one file outside the package: named in a recipe, trained, resumed, shown, generated from."""
+"""The task of docs/extending.md, a file from outside the package: in every use, and mistyped."""
 
 import json
 import re
@@ -10,40 +10,8 @@ from statemix.cli import main
 from statemix.recipes import RecipeError, load
 from statemix.training import compare, train
 
-INTEGERS = '''\
-"""Next-integer prediction over a file of integers; the last tenth is held out."""
-
-from pathlib import Path
-from typing import Literal
-
-import torch
-from pydantic import Field
-
-from statemix.plugins import PartConfig
-from statemix.tasks import TASKS, Metric, Split, TokenStream
-
-
-@TASKS.register
-class Integers(TokenStream):
-    """Tokens are the integers themselves."""
-
-    class Config(PartConfig):
-        type: Literal["integers"] = "integers"
-        file: str = Field(description="integers with spaces or line ends between them")
-
-    metric = Metric.bits_per("integer")
-
-    def read(self) -> Split:
-        integers = torch.tensor(self.encode(Path(self.config.file).read_bytes()))
-        start = len(integers) * 9 // 10
-        return Split(integers[:start], integers[start:])
-
-    def encode(self, text: bytes) -> list[int]:
-        return [int(word) for word in text.split()]
-
-    def decode(self, tokens: list[int]) -> str:
-        return " ".join(map(str, tokens))
-'''
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
+[INTEGERS] = re.findall(r'^```python title="integers.py"\n(.*?)^```$', PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 RECIPE = """\
 name: counting
