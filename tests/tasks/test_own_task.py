@@ -113,3 +113,23 @@ def test_a_task_without_its_data_is_refused_where_it_is_written() -> None:
     Path("integers.py").write_text(INTEGERS.replace("def read", "def reed"))
     with pytest.raises(RecipeError, match=r"(?s)integers\.py:13: Integers: expected a method read as every task has"):
         load("counting.yaml")
+
+
+def test_what_a_check_refuses_has_line_and_key() -> None:
+    check = """
+    def check(self):
+        if not self.config.file.endswith(".txt"):
+            raise ValueError(f"file: expected a name that ends in .txt, got {self.config.file}")
+        if self.seq_len > 8:
+            self.refuse("file", f"expected shorter windows, got {self.seq_len}")
+"""
+    Path("integers.py").write_text(INTEGERS + check)
+    assert load("counting.yaml", ["training.seq_len=8"]).training.seq_len == 8
+    refused = {
+        "training.seq_len=9": "counting.yaml:8:32: training.task.file: expected shorter windows, got 9",
+        "training.task.file=a.npy": "override training.task.file=a.npy: training.task.file: expected a name that ends",
+    }
+    for override, message in refused.items():
+        with pytest.raises(RecipeError) as error:
+            load("counting.yaml", [override])
+        assert str(error.value).startswith(message)
