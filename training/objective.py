@@ -62,7 +62,11 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], *, device: torch.device) -> Evaluation:
-    """Score ``model`` on ``batches``. The model is left in the mode (train or eval) it came in."""
+    """Score ``model`` on ``batches``. The model is left in the mode (train or eval) it came in.
+
+    Raises:
+        ValueError: there is no label.
+    """
     was_training = model.training
     model.eval()
     loss, correct, num_valid = 0.0, 0, 0
@@ -74,4 +78,6 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], *, device: torch.device
         correct += int((logits.argmax(-1) == batch.labels)[asked].sum())
         num_valid += int(asked.sum())
     model.train(was_training)
+    if num_valid == 0:
+        raise ValueError("training.task: expected held-out batches with a label to score, got none; draw some")
     return Evaluation(loss=loss / num_valid, accuracy=correct / num_valid, num_valid=num_valid)
