@@ -77,8 +77,9 @@ class Registry(Generic[Part]):
             ValueError: there is no such Config, a method is missing, or the name is taken.
         """
         name = _name_of(cls)
-        for method in self._methods:
-            if not callable(getattr(cls, method, None)):
+        abstract: frozenset[str] = getattr(cls, "__abstractmethods__", frozenset())
+        for method in (*self._methods, *sorted(abstract)):
+            if method in abstract or not callable(getattr(cls, method, None)):
                 raise ValueError(
                     f"{cls.__name__}: expected a method {method} as every {self.kind} has, got none; add it"
                 )

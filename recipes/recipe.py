@@ -10,10 +10,10 @@ from torch import nn
 
 from statemix.blocks import Block, CausalLM, build_mlp, build_norm
 from statemix.mixers import build_mixer
+from statemix.tasks import TASKS, Task
 
 from .errors import Fault, Inconsistent, KeyPath, did_you_mean, one_of, shown
 from .stack import LAYER_NAME, expand
-from .task import BYTE_VALUES, MqarTask
 from .training_config import TrainingConfig
 from .yaml_text import to_text
 
@@ -88,6 +88,12 @@ class Recipe(BaseModel):
         """One config a layer, from the first to the last."""
         return tuple(self.layers[name] for name in self.layer_names)
 
+    def build_task(self) -> Task:
+        """Make the task; its data are read when they are asked for."""
+        training = self.training
+        sizes = {"vocab_size": self.model.vocab_size, "seq_len": training.seq_len, "seed": training.seed}
+        return TASKS.class_of(training.task)(training.task, **sizes)
+
     def to_yaml(self) -> str:
         """Everything written out, defaults too, as YAML that loads to an equal recipe."""
         return to_text(self.model_dump())
@@ -101,7 +107,7 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        faults = [*self._stack_faults(), *self._part_faults(), *self._vocabulary_faults()]
+        faults = [*self._stack_faults(), *self._part_faults(), *self._task_faults()]
         if faults:
             raise Inconsistent(faults)
         return self
@@ -147,15 +153,10 @@ class Recipe(BaseModel):
         refusals = ((path, _refusal(make)) for path, make in parts.items())
         return [Fault(path, message) for path, message in refusals if message]
 
-    def _vocabulary_faults(self) -> list[Fault]:
-        task, vocab_size = self.training.task, self.model.vocab_size
-        if isinstance(task, MqarTask):
-            needed, reason = 2 * task.num_pairs + 2, f"two tokens for each of {task.num_pairs} pairs and two more"
-        else:
-            needed, reason = BYTE_VALUES, "one token a byte"
-        if vocab_size >= needed:
-            return []
-        message = (
-            f"expected {needed} or more for task {task.type} ({reason}), got {vocab_size}; set vocab_size: {needed}"
-        )
-        return [Fault(("model", "vocab_size"), message)]
+    def _task_faults(self) -> list[Fault]:
+        try:
+            self.build_task().check()
+        except ValueError as error:
+            has_path = str(error).startswith(("training.", "model."))
+            return [Fault(() if has_path else ("training", "task"), str(error))]
+        return []

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Each folder may import those before it in the chain; nothing but benchmarks and the umbrella (src/statemix) imports
 # the harness, nothing but the umbrella imports benchmarks.
-CHAIN = ("plugins", "kernels", "transitions", "mixers", "blocks", "recipes", "training")
+CHAIN = ("plugins", "kernels", "transitions", "mixers", "blocks", "tasks", "recipes", "training")
 ALLOWED = {folder: set(CHAIN[:position]) for position, folder in enumerate(CHAIN)}
 ALLOWED["harness"] = {"plugins", "kernels", "transitions", "mixers"}
 ALLOWED["benchmarks"] = {"kernels", "transitions", "mixers", "recipes", "harness"}

@@ -56,7 +56,7 @@ def test_a_part_in_a_file_is_trained_resumed_shown_and_generated_from(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(FILES[file].splitlines()) < 40
-    monkeypatch.setattr("statemix.training.sample.NEW_BYTES", 3)
+    monkeypatch.setattr("statemix.tasks.token_stream.NEW_TOKENS", 3)
     recipe, out = write(tmp_path, file), tmp_path / "run"
     command = ["train", str(recipe), "--device", "cpu", "--out", str(out)]
     assert main([*command, "--stop-after", "2"]) == 0

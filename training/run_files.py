@@ -1,10 +1,37 @@
-"""Plugins in a run folder: copies beside recipe.yaml, which names them, so that the folder rebuilds its model alone."""
+"""The files of a run folder: replaced whole or not at all; beside recipe.yaml copies of the plugins that it names.
 
+With those the folder rebuilds its model alone.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from statemix.recipes import Recipe, load
 
-from .replaced import replaced
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the folder of ``path``; renamed to it when the block ends, removed when it raises.
+
+    The rename is atomic within one file system, which a sibling is on. The bytes reach the disk before the rename does,
+    or a power cut could leave the new name on an empty file.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` in UTF-8."""
+    with replaced(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def copy_plugins(recipe: Recipe, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The text task: what is read, how it is split, which windows are drawn."""
+"""The text task: what is read, and how it is split."""
 
 import shutil
 from pathlib import Path
@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from statemix.training.byte_text import ByteText, TextSplit, read_text, split_by_file
+from statemix.tasks import ByteText
+from statemix.tasks.byte_text import read_text, split_by_file
 
 FILES = [(f"folder/file{number}.py", bytes([number % 251]) * (100 + number)) for number in range(200)]
-
-
-def windows_of(split: TextSplit, *, seq_len: int = 17) -> ByteText:
-    return ByteText(split, seq_len=seq_len, seed=0)
 
 
 def test_one_file_in_twenty_is_held_out_and_no_file_is_on_both_sides() -> None:
@@ -33,42 +30,6 @@ def test_one_file_alone_is_cut_in_two() -> None:
     split = split_by_file([("only.txt", bytes(range(200)) * 10)], window=65)
     assert len(split.heldout) == 100  # one twentieth of 2000
     assert len(split.train) == 1900
-
-
-def test_labels_are_the_next_bytes() -> None:
-    task = windows_of(TextSplit(torch.arange(200, dtype=torch.uint8), torch.arange(200, dtype=torch.uint8)))
-    for batch in (task.train_batch(1, 5), *task.heldout_batches(2, 3)):
-        assert batch.tokens.dtype == batch.labels.dtype == torch.int64
-        assert torch.equal(batch.labels, batch.tokens + 1)
-
-
-def test_every_window_of_the_text_can_be_drawn_and_none_beyond_it() -> None:
-    task = windows_of(TextSplit(torch.arange(21, dtype=torch.uint8), torch.zeros(18, dtype=torch.uint8)))
-    starts = task.train_batch(1, 500).tokens[:, 0].unique().tolist()
-    assert starts == [0, 1, 2, 3]  # 21 bytes hold 4 windows of 17 + 1
-
-
-def test_a_batch_depends_on_seed_and_step_alone() -> None:
-    split = split_by_file(FILES, window=18)
-    task = windows_of(split)
-    first = task.train_batch(4, 3)
-    task.train_batch(5, 3)
-    torch.manual_seed(99)
-    assert torch.equal(first.tokens, windows_of(split).train_batch(4, 3).tokens)
-    assert not torch.equal(first.tokens, task.train_batch(5, 3).tokens)
-    assert not torch.equal(first.tokens, ByteText(split, seq_len=17, seed=1).train_batch(4, 3).tokens)
-
-
-@pytest.mark.parametrize("num_bytes", [18, 34, 35, 36, 1000])  # one window; just below, at and above two; many
-def test_heldout_windows_do_not_overlap_and_reach_both_ends(num_bytes: int) -> None:
-    text = (torch.arange(num_bytes) % 256).to(torch.uint8)
-    batches = list(windows_of(TextSplit(text, text)).heldout_batches(4, 3))
-    first_labels = torch.cat([batch.labels[:, 0] for batch in batches])
-    assert len(first_labels) == min(12, (num_bytes - 1) // 17)
-    gaps = first_labels.diff() % 256
-    assert bool((gaps >= 17).all())
-    if len(first_labels) > 1:
-        assert int(batches[-1].labels[-1, -1]) == (num_bytes - 1) % 256
 
 
 def test_the_library_is_read_without_its_tests_and_without_installed_packages(
@@ -122,9 +83,22 @@ def test_a_folder_without_text_is_refused_by_name(tmp_path: Path) -> None:
         assert got in str(error.value)
 
 
-def test_the_fingerprint_is_that_of_the_text(text_folder: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(text_folder, tmp_path / "copy")
-    before = windows_of(read_text(str(text_folder), window=18)).fingerprint()
-    assert windows_of(read_text(str(copy), window=18)).fingerprint() == before
-    (copy / "part00.txt").write_text("changed " * 40)
-    assert windows_of(read_text(str(copy), window=18)).fingerprint() != before
+def test_the_fingerprint_is_that_of_the_text(tmp_path: Path) -> None:
+    def fingerprint(name: str) -> str:
+        config = ByteText.Config(folder=str(tmp_path / name))
+        return ByteText(config, vocab_size=256, seq_len=17, seed=0).fingerprint()
+
+    (tmp_path / "text").mkdir()
+    for number in range(30):
+        (tmp_path / "text" / f"part{number:02d}.txt").write_text(f"file {number} says {number * number} and more. " * 9)
+    shutil.copytree(tmp_path / "text", tmp_path / "copy")
+    before = fingerprint("text")
+    assert fingerprint("copy") == before
+    (tmp_path / "copy" / "part00.txt").write_text("changed " * 40)
+    assert fingerprint("copy") != before
+
+
+def test_a_prompt_is_its_bytes_and_tokens_that_are_no_byte_stand_for_nothing() -> None:
+    task = ByteText(ByteText.Config(), vocab_size=300, seq_len=17, seed=0)
+    assert task.encode("a\u00e9".encode()) == [97, 195, 169]
+    assert task.decode([97, 299, 195, 169, 195]) == "a\u00e9\ufffd"

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from statemix.recipes import Recipe
-from statemix.training.batch import IGNORE, Batch
-from statemix.training.evaluation import evaluate
-from statemix.training.mqar import Mqar
-from statemix.training.task import build_task
+from statemix.tasks import IGNORE, Batch, Mqar
+from statemix.training.objective import evaluate
 
 SETTINGS: dict[str, Any] = {
     "num_pairs": 5,
@@ -41,12 +39,18 @@ class Guess(nn.Module):
         return logits, None
 
 
+def make(**changes: Any) -> Mqar:
+    settings = {**SETTINGS, **changes}
+    sizes = {name: settings.pop(name) for name in ("vocab_size", "seq_len", "seed")}
+    return Mqar(Mqar.Config(**settings), **sizes)
+
+
 def draw(**changes: Any) -> Batch:
-    return Mqar(**{**SETTINGS, **changes}).train_batch(1, 50)
+    return make(**changes).train_batch(1, 50)
 
 
 def test_a_perfect_oracle_scores_one_and_a_random_one_chance() -> None:
-    batches = list(Mqar(**SETTINGS).heldout_batches(4, 50))
+    batches = list(make().heldout_batches(4, 50))
     assert evaluate(Oracle(), batches, device=torch.device("cpu")).accuracy == 1.0
     guessed = evaluate(Guess(), batches, device=torch.device("cpu"))
     assert guessed.num_valid == 4 * 50 * 5
@@ -83,7 +87,7 @@ def test_places_between_questions_are_random_or_zero() -> None:
 
 
 def test_gaps_follow_the_power_law() -> None:
-    labels = Mqar(**{**SETTINGS, "num_pairs": 1, "seq_len": 10}).train_batch(1, 20000).labels
+    labels = make(num_pairs=1, seq_len=10).train_batch(1, 20000).labels
     gaps = ((labels != IGNORE).int().argmax(1) - 2) // 2
     weights = torch.arange(1, 5).double() ** (0.01 - 1)
     observed = torch.bincount(gaps, minlength=4).double() / 20000
@@ -98,15 +102,15 @@ def test_gaps_follow_the_power_law() -> None:
 def test_every_setting_changes_the_data_and_the_fingerprint(change: dict[str, Any]) -> None:
     before, after = draw(), draw(**change)
     assert before.tokens.shape != after.tokens.shape or not torch.equal(before.tokens, after.tokens)
-    assert Mqar(**SETTINGS).fingerprint() != Mqar(**{**SETTINGS, **change}).fingerprint()
+    assert make().fingerprint() != make(**change).fingerprint()
 
 
 def test_samples_are_fresh_at_every_step_and_never_the_held_out_ones() -> None:
-    task = Mqar(**SETTINGS)
+    task = make()
     heldout = torch.cat([batch.tokens for batch in task.heldout_batches(3, 50)])
     train = torch.cat([task.train_batch(step, 50).tokens for step in range(4)])
     assert len(torch.cat([train, heldout]).unique(dim=0)) == 350
-    assert torch.equal(task.train_batch(2, 50).tokens, Mqar(**SETTINGS).train_batch(2, 50).tokens)
+    assert torch.equal(task.train_batch(2, 50).tokens, make().train_batch(2, 50).tokens)
 
 
 @pytest.mark.parametrize("vocab_size", [12, 13])  # the fewest tokens with five keys and five values; an odd number
@@ -114,7 +118,7 @@ def test_the_smallest_sizes_that_a_recipe_allows_hold_every_question(
     vocab_size: int, make_recipe: Callable[..., Recipe]
 ) -> None:
     sizes = (f"model.vocab_size={vocab_size}", "training.task={type: mqar, num_pairs: 5}")
-    task = build_task(make_recipe(*sizes, "training.seq_len=20"))
+    task = make_recipe(*sizes, "training.seq_len=20").build_task()
     for batch in (task.train_batch(1, 50), *task.heldout_batches(1, 50)):
         assert bool(((batch.labels != IGNORE).sum(1) == 5).all())
         assert int(batch.tokens.max()) < vocab_size

@@ -1,74 +1,68 @@
 """Byte-level text: next-byte prediction over a folder, split by file into train and held-out.
 
 A file's side is decided by a hash of its path inside the folder, so it is the same on every machine with the same
-files. Training windows start anywhere in the train text; held-out windows are fixed and evenly spaced. The score is
-bits per byte: mean negative log2 probability of the next byte.
-
-Shapes: B batch, T seq_len. A window is T + 1 bytes: T tokens and, one further, their T labels.
+files. The score is bits per byte: mean negative log2 probability of the next byte.
 """
 
 import hashlib
 import math
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from .batch import Batch, generator_for
+from statemix.plugins import PartConfig
 
+from .task import TASKS, Metric
+from .token_stream import Split, TokenStream
+
+BYTE_VALUES = 256
 HELDOUT_FRACTION = 0.05
 # Not the library itself: other people's packages, and tests (some hold generated or deliberately broken source).
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
-class TextSplit(NamedTuple):
-    """Two texts without a byte in common, uint8 [num_bytes] each."""
+@TASKS.register
+class ByteText(TokenStream):
+    """Next-byte prediction over the text files of a folder, split by file into train and held-out."""
 
-    train: Tensor
-    heldout: Tensor
+    class Config(PartConfig):
+        type: Literal["text"] = "text"
+        folder: str | None = Field(
+            None,
+            min_length=1,
+            description="folder of text files; null = the source files of the Python standard library",
+        )
 
+    config: Config
+    metric = Metric.bits_per("byte")
+    other_data = (
+        "training.task.folder: expected the text this run began with, got files with other content; "
+        "restore the files, or start a new run"
+    )
 
-class ByteText:
-    """The text task: ``train_batch`` by step, fixed ``heldout_batches``."""
+    def check(self) -> None:
+        self.need_vocabulary(BYTE_VALUES, "one token a byte")
 
-    metric = "bits_per_byte"
+    def read(self) -> Split:
+        return read_text(self.config.folder, window=self.seq_len + 1)
 
-    def __init__(self, text: TextSplit, *, seq_len: int, seed: int) -> None:
-        self.text = text
-        self.seq_len = seq_len
-        self.seed = seed
+    def encode(self, text: bytes) -> list[int]:
+        return list(text)
 
-    def train_batch(self, step: int, batch_size: int) -> Batch:
-        """The batch of one step: ``batch_size`` windows that start anywhere in the train text."""
-        generator = generator_for(self.seed, "train", step)
-        starts = torch.randint(len(self.text.train) - self.seq_len, (batch_size,), generator=generator)
-        return self._windows(self.text.train, starts)
-
-    def heldout_batches(self, num_batches: int, batch_size: int) -> Iterator[Batch]:
-        """Evenly spaced windows that do not overlap; fewer than asked for when the text is short."""
-        last_start = len(self.text.heldout) - self.seq_len - 1
-        count = min(num_batches * batch_size, 1 + last_start // self.seq_len)
-        starts = torch.tensor([index * last_start // max(count - 1, 1) for index in range(count)])
-        for chosen in starts.split(batch_size):
-            yield self._windows(self.text.heldout, chosen)
-
-    def fingerprint(self) -> str:
-        """Hash of both texts: equal fingerprints mean equal batches."""
-        digest = hashlib.sha256(self.text.train.numpy().data)
-        digest.update(self.text.heldout.numpy().data)
-        return digest.hexdigest()
-
-    def _windows(self, text: Tensor, starts: Tensor) -> Batch:
-        windows = text[starts[:, None] + torch.arange(self.seq_len + 1)].long()
-        return Batch(windows[:, :-1], windows[:, 1:])
+    def decode(self, tokens: list[int]) -> str:
+        """Bytes that are not UTF-8 show as U+FFFD."""
+        # A vocabulary may be larger; such tokens stand for no byte.
+        return bytes(token for token in tokens if token < BYTE_VALUES).decode("utf-8", errors="replace")
 
 
-def read_text(folder: str | None, *, window: int) -> TextSplit:
+def read_text(folder: str | None, *, window: int) -> Split:
     """Read and split a folder of text; None is the source of the Python standard library.
 
     Text is every file outside hidden folders that holds a byte and no NUL byte. Encodings do not matter.
@@ -94,7 +88,7 @@ def read_text(folder: str | None, *, window: int) -> TextSplit:
     return split
 
 
-def split_by_file(files: Sequence[tuple[str, bytes]], *, window: int) -> TextSplit:
+def split_by_file(files: Sequence[tuple[str, bytes]], *, window: int) -> Split:
     """Hold out the files whose path hashes lowest, one in twenty and at least one; ``files`` are (path, content).
 
     When that leaves less than a window on a side (one file, say), the text is cut inside a file instead.
@@ -106,7 +100,7 @@ def split_by_file(files: Sequence[tuple[str, bytes]], *, window: int) -> TextSpl
         whole = heldout + train
         cut = max(window, math.ceil(HELDOUT_FRACTION * len(whole)))
         heldout, train = whole[:cut], whole[cut:]
-    return TextSplit(_as_tensor(train), _as_tensor(heldout))
+    return Split(_as_tensor(train), _as_tensor(heldout))
 
 
 def _library_files(root: Path) -> list[tuple[str, bytes]]:

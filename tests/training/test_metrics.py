@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from statemix.training.metric_log import MetricLog, read_metrics
+from statemix.training.metrics import MetricLog, read_metrics
 
 
 def write(folder: Path, steps: range, *, keep_until: int) -> None:

@@ -1,12 +1,15 @@
-"""What a run writes while it runs: metrics.jsonl, one JSON object a line, and the same values for TensorBoard."""
+"""What a run writes while it runs: metrics.jsonl, the same values for TensorBoard, and curves.png."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from .replaced import write_text
+from statemix.tasks import Metric
+
+from .run_files import replaced, write_text
 
 METRICS_FILE = "metrics.jsonl"
+CURVES_FILE = "curves.png"
 
 
 class MetricLog:
@@ -54,3 +57,23 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         return []
     text = path.read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def draw_curves(folder: Path, *, title: str, metric: Metric) -> None:
+    """Draw ``metrics.jsonl`` of a run folder; the loss as the metric, where it stands for one."""
+    # Slow to import; the Figure class draws with Agg and needs neither pyplot's global state nor a display.
+    from matplotlib.figure import Figure
+
+    lines = read_metrics(folder / METRICS_FILE)
+    steps = [line["step"] for line in lines]
+    shown = metric.from_loss or (lambda nats: nats)
+    figure = Figure(figsize=(7, 6))
+    loss_axis, lr_axis = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    loss_axis.plot(steps, [shown(line["loss"]) for line in lines], marker="." if len(lines) < 40 else "")
+    loss_axis.set(title=title, ylabel=metric.words if metric.from_loss else "loss (nats)")
+    lr_axis.plot(steps, [line["lr"] for line in lines])
+    lr_axis.set(xlabel="step", ylabel="learning rate")
+    for axis in (loss_axis, lr_axis):
+        axis.grid(alpha=0.3)
+    with replaced(folder / CURVES_FILE) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
