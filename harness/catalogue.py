@@ -20,8 +20,7 @@ from statemix.transitions import (
     Transition,
 )
 
-from .context import Subject
-from .problem import Problem, Sizes
+from .problem import Problem, Sizes, Subject
 
 
 class Draw:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from statemix.transitions import HeadSizes, TransitionSpec, build_transition, explain, scan
 
+from .capabilities import Capabilities
 from .convolution import ShortConvolution
 from .feature_map import NON_NEGATIVE, ElementwiseProduct, FeatureMap, build_feature_map
 from .key_norm import KEY_NORMS, KeyNorm
@@ -33,6 +34,8 @@ _ROTARY_BASE = 10000.0
 
 class StateMixer(nn.Module):
     """A recurrence over matrix states with any transition."""
+
+    capabilities = Capabilities(has_constant_state=True)
 
     class Config(BaseModel):
         model_config = ConfigDict(frozen=True, extra="forbid")
