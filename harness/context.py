@@ -47,7 +47,13 @@ class Context(ABC):
                 raise CheckFailure(f"{name}{self.place(name, excess.index)}: {excess}")
 
     def expect_equal(self, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-        """Equal bit for bit."""
+        """Equal bit for bit: for one call made twice, be it without gradients, or with other numbers in the future.
+
+        Each entry is then the same arithmetic in the same order, also where later rows of a product hold other numbers:
+        they reach it as exact zeros or not at all. Of other sequences, heads, positions, batch sizes, lengths or
+        layouts no bits may be asked: a BLAS library takes another path for the last rows of a product, or for one that
+        is larger, and adds up in another order. What is compared across those goes through ``expect_equivalent``.
+        """
         for name, x in got.items():
             y = expected[name]
             if x.shape != y.shape:

@@ -19,13 +19,13 @@ def every_second(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def new_memory_is_nan() -> Iterator[None]:
-    """torch.empty and its like return memory full of NaN, as deterministic mode fills it."""
+def new_memory(*, is_nan: bool) -> Iterator[None]:
+    """torch.empty and its like return memory full of NaN, or as it is. Either way torch runs the same algorithms."""
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     try:
         torch.use_deterministic_algorithms(True)
-        settings.fill_uninitialized_memory = True
+        settings.fill_uninitialized_memory = is_nan
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])

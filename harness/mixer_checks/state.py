@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from statemix.harness.check import CheckFailure, check
-from statemix.harness.memory import new_memory_is_nan
+from statemix.harness.memory import new_memory
 
 from .checked_mixer import BATCH, CheckedMixer, Probe
 from .states import select, state_tensors
@@ -103,10 +103,10 @@ def runs_are_repeatable(mixer: CheckedMixer) -> None:
 
 @check("NaN in memory that was never written does not reach a result")
 def unwritten_memory_is_never_read(mixer: CheckedMixer) -> None:
-    expected = _everything(mixer.probe())
-    with new_memory_is_nan():
-        got = _everything(mixer.probe())
-    mixer.expect_equal(got, expected)
+    with new_memory(is_nan=False):
+        expected = _everything(mixer.probe())
+    with new_memory(is_nan=True):
+        mixer.expect_equal(_everything(mixer.probe()), expected)
 
 
 def _continue_some(probe: Probe, *, chosen: list[int], index: Any) -> dict[str, Tensor]:

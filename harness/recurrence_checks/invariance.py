@@ -14,7 +14,7 @@ from statemix.harness.problem import Axes, Change, Problem
 from statemix.transitions import ScanResult
 
 from .definition import definition
-from .recurrence import Recurrence, Run, differentiate_squares
+from .recurrence import Recurrence, Run
 
 
 @check("changing the future changes neither outputs nor gradients of the past, bit for bit")
@@ -26,12 +26,12 @@ def future_does_not_leak(recurrence: Recurrence) -> None:
             recurrence.expect_equal(_past(run, changed, present), _past(run, problem, present))
 
 
-@check("permuting the heads of every input permutes outputs and gradients, bit for bit")
+@check("permuting the heads of every input permutes outputs and gradients")
 def heads_are_independent(recurrence: Recurrence) -> None:
     _expect_permutation(recurrence, lambda axes: axes.head)
 
 
-@check("permuting the batch permutes outputs and gradients, bit for bit")
+@check("permuting the batch permutes outputs and gradients")
 def batch_rows_are_independent(recurrence: Recurrence) -> None:
     _expect_permutation(recurrence, lambda axes: axes.batch)
 
@@ -133,17 +133,20 @@ def _past(run: Run, problem: Problem, present: int) -> dict[str, Tensor]:
 
 
 def _expect_permutation(recurrence: Recurrence, axis: Callable[[Axes], int | None]) -> None:
-    """Reverse one axis of every input; outputs and gradients must come out reversed."""
+    """With one axis of every input reversed, outputs and gradients come out reversed, as closely as rounding allows."""
     problem = recurrence.problem()
-    axis_of = {"output": axis(Axes(0, 1, 2)), "final_state": axis(Axes(0, None, 1))}
-    axis_of |= {f"d {name}": axis(axes) for name, _, axes in problem.named()}
 
-    def flip(axes: Axes, x: Tensor) -> Tensor:
+    def reverse(axes: Axes, x: Tensor) -> Tensor:
         place = axis(axes)
         return x if place is None else x.flip(place)
 
+    def in_reverse(run: Run) -> Run:
+        def reversed_twice(p: Problem) -> ScanResult:
+            output, state = run(p.map(reverse))
+            return ScanResult(reverse(Axes(0, 1, 2), output), reverse(Axes(0, None, 1), state))
+
+        return reversed_twice
+
     for run in recurrence.runs():
-        expected = differentiate_squares(run, problem)
-        got = differentiate_squares(run, problem.map(flip))
-        flipped = {name: x.flip(place) for name, x in got.items() if (place := axis_of[name]) is not None}
-        recurrence.expect_equal(flipped, expected)  # a sum over the axis may come out in another order
+        reference = run if recurrence.dtype == torch.float64 else definition
+        recurrence.expect_equivalent([in_reverse(run)], reference, problem)

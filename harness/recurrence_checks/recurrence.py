@@ -80,19 +80,5 @@ def differentiate(run: Run, problem: Problem) -> dict[str, Tensor]:
     """Output, final state and the gradient of every tensor, for a fixed random loss on output and final state."""
     leaves = problem.leaves()
     result = run(leaves)
-    return _detached(result) | gradients(result, leaves.tensors(), seed=1)
-
-
-def differentiate_squares(run: Run, problem: Problem) -> dict[str, Tensor]:
-    """The same for the loss sum(output^2) / 2 + sum(final_state^2) / 2, which has no order of its own."""
-    leaves = problem.leaves()
-    result, tensors = run(leaves), leaves.tensors()
-    values = _detached(result)
-    grads = torch.autograd.grad(
-        result, list(tensors.values()), list(values.values()), allow_unused=True, materialize_grads=True
-    )
-    return values | {f"d {name}": grad for name, grad in zip(tensors, grads, strict=True)}
-
-
-def _detached(result: ScanResult) -> dict[str, Tensor]:
-    return {"output": result.output.detach(), "final_state": result.final_state.detach()}
+    values = {"output": result.output.detach(), "final_state": result.final_state.detach()}
+    return values | gradients(result, leaves.tensors(), seed=1)

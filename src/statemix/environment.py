@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -14,12 +15,24 @@ PACKAGES = ("statemix", "torch", "triton", "numpy", "pydantic", "omegaconf", "sa
 def describe_environment() -> str:
     """Versions, devices, and for each backend whether it runs and why not."""
     lines = [f"{'python':<14}{platform.python_version()} on {platform.system()} {platform.machine()}"]
-    lines += [f"{name:<14}{_version(name)}" for name in PACKAGES]
+    lines += [f"{name:<14}{installed_version(name) or 'not installed'}" for name in PACKAGES]
     lines += [f"{'cpu':<14}{os.cpu_count()} cores, {torch.get_num_threads()} threads in torch"]
     lines += _devices()
     lines += [f"{'torch forms':<14}recurrent, chunk, parallel: run on every device above, in float32 and float64"]
     lines += [f"{'triton forms':<14}{_triton_forms()}"]
     return "\n".join(lines)
+
+
+def installed_version(name: str) -> str | None:
+    """Version of a package, None where it is not installed.
+
+    A package that is loaded says it itself: torch names its build, as in 2.14.1+cu130, where metadata may say 2.14.1.
+    """
+    loaded = getattr(sys.modules.get(name), "__version__", None)
+    try:
+        return str(loaded or version(name))
+    except PackageNotFoundError:
+        return None
 
 
 def _devices() -> list[str]:
@@ -39,10 +52,3 @@ def _triton_forms() -> str:
         return f"do not run: {'; '.join(dict.fromkeys(map(str, obstacles)))}"
     elsewhere = "".join(f", not on gpu {i}: {obstacle}" for i, obstacle in enumerate(obstacles) if obstacle is not None)
     return f"chunk, recurrent: run transitions with a normal form, in float32, bfloat16 and float16{elsewhere}"
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

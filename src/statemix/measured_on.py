@@ -5,11 +5,12 @@ import hashlib
 import json
 import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .environment import installed_version
 
 PACKAGES = ("statemix", "torch", "triton")
 
@@ -37,12 +38,8 @@ def gpu_name(device: str) -> str:
 
 def versions(*more_packages: str) -> dict[str, str]:
     """Versions of what the kernels run on, and of ``more_packages`` where they are installed."""
-    found = {"python": platform.python_version()}
-    for name in (*PACKAGES, *more_packages):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    named = {name: installed_version(name) for name in (*PACKAGES, *more_packages)}
+    found = {"python": platform.python_version()} | {name: version for name, version in named.items() if version}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     return found

@@ -53,7 +53,7 @@ def test_what_stands_at_a_pad_is_never_read(make_lively_model: Make) -> None:
     model, mask = make_lively_model(), mask_of("mixed")
     tokens = torch.randint(23, mask.shape)
     nonsense = torch.where(mask, tokens, -100)
-    assert torch.equal(model(tokens, mask=mask)[0], model(nonsense, mask=mask)[0])
+    assert torch.equal(model(tokens, mask=mask)[0], model(nonsense, mask=mask)[0])  # bits: one call made twice
 
 
 def test_pads_and_rows_without_tokens_train_without_a_trace(make_lively_model: Make) -> None:

@@ -257,7 +257,11 @@ def prefix(given: Given, present: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_heads(decay: str) -> None:
-    """Permuting the heads, or the rows of a batch, permutes results and gradients bit for bit."""
+    """Permuting the heads, or the rows of a batch, permutes results and gradients bit for bit.
+
+    Not so of a BLAS product over a whole batch. Here every head of a row is a program of its own, which the interpreter
+    runs on tiles of the same shape, wherever it stands.
+    """
 
     def hard(shape: tuple[int, ...]) -> Tensor:
         by_head = torch.tensor([0.0, -10.0, -0.5])

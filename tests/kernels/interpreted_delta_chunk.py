@@ -381,7 +381,11 @@ def prefix(operands: DeltaOperands, present: int) -> Results:
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_heads(decay: str) -> None:
-    """Permuting the heads and the rows of a batch permutes gradients bit for bit."""
+    """Permuting the heads and the rows of a batch permutes gradients bit for bit.
+
+    Not so of a BLAS product over a whole batch. Here every head of a row is a program of its own, which the interpreter
+    runs on tiles of the same shape, wherever it stands.
+    """
 
     def hard(shape: Shape) -> Tensor:
         by_head = torch.tensor([0.0, -10.0])

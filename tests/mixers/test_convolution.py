@@ -26,12 +26,15 @@ def test_prompts_shorter_than_the_filter_are_remembered_in_place(prompt: int) ->
     module = ShortConvolution(3, width=4).double()
     x = torch.randn(1, prompt + 5, 3, dtype=torch.float64)
     whole, _ = module(x, None)
+    with torch.no_grad():
+        size = F.conv1d(F.pad(x.abs().mT, (3, 0)), module.weight.abs().t()[:, None], groups=3).mT
+    allowed = 2 * 4 * torch.finfo(torch.float64).eps * size  # four roundings of up to ``size`` on either side
     _, history = module(x[:, :prompt], None)
     assert history.shape == (1, 3, 3)
     assert torch.equal(history[:, : 3 - prompt], torch.zeros(1, 3 - prompt, 3, dtype=torch.float64))
     for t in range(prompt, prompt + 5):
         y, history = module(x[:, t : t + 1], history)
-        assert torch.equal(y, whole[:, t : t + 1])
+        assert bool(((y - whole[:, t : t + 1]).abs() <= allowed[:, t : t + 1]).all())
 
 
 def test_the_history_does_not_keep_the_sequence_alive() -> None:
