@@ -43,7 +43,7 @@ def tokens_of_no_document_give_zeros(mixer: CheckedMixer) -> None:
     mixer.expect_equal(tail, {name: torch.zeros_like(x) for name, x in tail.items()})
 
 
-@check("packing needs one row: cu_seqlens beside a larger batch is refused by name", needs=["packs"])
+@check("packing needs one sequence: cu_seqlens beside a larger batch is refused by name", needs=["packs"])
 def packing_a_batch_is_refused(mixer: CheckedMixer) -> None:
     probe = mixer.probe()
     try:

@@ -84,7 +84,9 @@ def states_are_not_modified(mixer: CheckedMixer) -> None:
     mixer.expect_equal({"hidden": hidden}, {"hidden": probe.hidden()})
 
 
-@check("a state of another batch is refused: one row must not serve every sequence unnoticed", needs=["is_causal"])
+@check(
+    "a state of another batch is refused: one sequence must not serve the whole batch unnoticed", needs=["is_causal"]
+)
 def states_of_another_batch_are_refused(mixer: CheckedMixer) -> None:
     probe = mixer.probe()
     state = probe.run(probe.hidden(1))[1]
@@ -92,7 +94,7 @@ def states_of_another_batch_are_refused(mixer: CheckedMixer) -> None:
         probe.run(probe.hidden(BATCH, 1), state=state)
     except Exception:
         return
-    raise CheckFailure(f"expected an error for a state of 1 row beside hidden states of {BATCH}, got an output")
+    raise CheckFailure(f"expected an error for a state of 1 sequence beside hidden states of {BATCH}, got an output")
 
 
 @check("the same call twice gives the same bits: output, state and gradients")

@@ -4,13 +4,14 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from statemix.harness.check import check
 from statemix.harness.problem import Problem
 from statemix.transitions import ScanResult
 
 from .definition import definition
-from .recurrence import Recurrence, Run, differentiate
+from .recurrence import Recurrence, Run, around, differentiate
 
 DOCUMENTS = (0, 0, 5, 5, 22, 23, 37)  # an empty document first and later, one token, starts inside a chunk of 16
 
@@ -65,7 +66,7 @@ def packed_equals_separate(recurrence: Recurrence) -> None:
         recurrence.expect_definition(_packed(recurrence, [min(x, end) for x in DOCUMENTS]))
 
 
-@check("rows after the last document give zeros, in outputs and gradients")
+@check("tokens after the last document give zeros, in outputs and gradients")
 def rows_after_the_documents_are_zero(recurrence: Recurrence) -> None:
     end = recurrence.sizes.seq_len // 2
     results = differentiate(recurrence.run("auto"), _packed(recurrence, [0, end]))
@@ -78,16 +79,14 @@ def state_gradients_flow(recurrence: Recurrence) -> None:
     for has_state in (False, True):
         problem = recurrence.problem(has_state=has_state)
         for weights in ((1.0, 0.0), (0.0, 1.0)):
-            runs = [_weighted(run, *weights) for run in recurrence.runs()]
-            recurrence.expect_equivalent(runs, _weighted(definition, *weights), problem)
+            *runs, reference = (
+                around(run, after=partial(_weighted, *weights)) for run in (*recurrence.runs(), definition)
+            )
+            recurrence.expect_equivalent(runs, reference, problem)
 
 
-def _weighted(run: Run, on_output: float, on_state: float) -> Run:
-    def results(problem: Problem) -> ScanResult:
-        output, state = run(problem)
-        return ScanResult(on_output * output, on_state * state)
-
-    return results
+def _weighted(on_output: float, on_state: float, output: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    return on_output * output, on_state * state
 
 
 def _packed(recurrence: Recurrence, offsets: list[int]) -> Problem:

@@ -11,10 +11,9 @@ from statemix.harness.check import check
 from statemix.harness.context import gradients
 from statemix.harness.memory import every_second, transposed
 from statemix.harness.problem import Axes, Change, Problem
-from statemix.transitions import ScanResult
 
 from .definition import definition
-from .recurrence import Recurrence, Run
+from .recurrence import Recurrence, Run, around
 
 
 @check("changing the future changes neither outputs nor gradients of the past, bit for bit")
@@ -44,26 +43,27 @@ def grouped_heads_equal_repeated_ones(recurrence: Recurrence) -> None:
     def repeat(axes: Axes, x: Tensor) -> Tensor:
         return x.repeat_interleave(groups, axes.head) if axes.is_key_head and axes.head is not None else x
 
-    recurrence.expect_equivalent(recurrence.runs(), _after(repeat, definition), problem)
+    recurrence.expect_equivalent(recurrence.runs(), around(definition, before=_each(repeat)), problem)
 
 
 @check("transposed, sliced and expanded inputs give what contiguous ones give")
 def strides_do_not_matter(recurrence: Recurrence) -> None:
-    runs = [_after(layout, run) for run in recurrence.runs() for layout in (_transposed, _every_second)]
+    layouts: list[Change] = [lambda _, x: transposed(x), lambda _, x: every_second(x)]
+    runs = [around(run, before=_each(layout)) for run in recurrence.runs() for layout in layouts]
     recurrence.expect_equivalent(runs, definition, recurrence.problem())
 
 
 @check("upstream gradients that are views (a concatenation, a sum, a transpose) are honoured")
 def strided_gradients_are_honoured(recurrence: Recurrence) -> None:
-    runs = [_through_views(run) for run in recurrence.runs()]
-    recurrence.expect_equivalent(runs, _through_views(definition), recurrence.problem())
+    *runs, reference = (around(run, after=_as_views) for run in (*recurrence.runs(), definition))
+    recurrence.expect_equivalent(runs, reference, recurrence.problem())
 
 
 @check("an absent write, scale or state is 1, K ** -0.5, zeros")
 def absent_arguments_are_neutral(recurrence: Recurrence) -> None:
     problem = replace(recurrence.problem(has_state=False), write=None)
     recurrence.expect_definition(problem)
-    runs = [_spelled_out(run) for run in recurrence.runs(scale=recurrence.sizes.key_dim**-0.5)]
+    runs = [around(run, before=_spelled_out) for run in recurrence.runs(scale=recurrence.sizes.key_dim**-0.5)]
     recurrence.expect_equivalent(runs, definition, problem)
 
 
@@ -81,36 +81,20 @@ def zero_write_only_forgets(recurrence: Recurrence) -> None:
     recurrence.expect_definition(replace(problem, write=problem.v.new_zeros(shape)))
 
 
-def _after(change: Change, run: Run) -> Run:
-    """``run`` on the problem after ``change``."""
-    return lambda problem: run(problem.map(change))
+def _each(change: Change) -> Callable[[Problem], Problem]:
+    """Every tensor of a problem changed."""
+    return lambda problem: problem.map(change)
 
 
-def _transposed(axes: Axes, x: Tensor) -> Tensor:
-    return transposed(x)
+def _as_views(output: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat([output, 2 * output], dim=-1).transpose(1, 2), state.sum(dim=(1, 2))
 
 
-def _every_second(axes: Axes, x: Tensor) -> Tensor:
-    return every_second(x)
-
-
-def _through_views(run: Run) -> Run:
-    def views(problem: Problem) -> ScanResult:
-        output, state = run(problem)
-        return ScanResult(torch.cat([output, 2 * output], dim=-1).transpose(1, 2), state.sum(dim=(1, 2)))
-
-    return views
-
-
-def _spelled_out(run: Run) -> Run:
-    """``run`` with a write of ones and a state of zeros."""
-
-    def with_all(problem: Problem) -> ScanResult:
-        v, key_dim = problem.v, problem.q.shape[-1]
-        state = v.new_zeros(v.shape[0], *v.shape[-2:], key_dim)
-        return run(replace(problem, write=v.new_ones(v.shape[:-1]), initial_state=state))
-
-    return with_all
+def _spelled_out(problem: Problem) -> Problem:
+    """The problem with a write of ones and a state of zeros."""
+    v = problem.v
+    state = v.new_zeros(v.shape[0], *v.shape[-2:], problem.q.shape[-1])
+    return replace(problem, write=v.new_ones(v.shape[:-1]), initial_state=state)
 
 
 def _replace_future(present: int, axes: Axes, x: Tensor) -> Tensor:
@@ -140,13 +124,9 @@ def _expect_permutation(recurrence: Recurrence, axis: Callable[[Axes], int | Non
         place = axis(axes)
         return x if place is None else x.flip(place)
 
-    def in_reverse(run: Run) -> Run:
-        def reversed_twice(p: Problem) -> ScanResult:
-            output, state = run(p.map(reverse))
-            return ScanResult(reverse(Axes(0, 1, 2), output), reverse(Axes(0, None, 1), state))
-
-        return reversed_twice
+    def reverse_results(output: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return reverse(Axes(0, 1, 2), output), reverse(Axes(0, None, 1), state)
 
     for run in recurrence.runs():
         reference = run if recurrence.dtype == torch.float64 else definition
-        recurrence.expect_equivalent([in_reverse(run)], reference, problem)
+        recurrence.expect_equivalent([around(run, before=_each(reverse), after=reverse_results)], reference, problem)

@@ -76,6 +76,16 @@ class Recurrence(Context):
         return f"[{', '.join(words.values())}]"
 
 
+def around(
+    run: Run,
+    *,
+    before: Callable[[Problem], Problem] = lambda problem: problem,
+    after: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda output, state: (output, state),
+) -> Run:
+    """``run`` on a changed problem, with changed results."""
+    return lambda problem: ScanResult(*after(*run(before(problem))))
+
+
 def differentiate(run: Run, problem: Problem) -> dict[str, Tensor]:
     """Output, final state and the gradient of every tensor, for a fixed random loss on output and final state."""
     leaves = problem.leaves()
