@@ -5,6 +5,8 @@ from statemix.mixers import RMSNorm
 from .block import Block
 from .causal_lm import CausalLM, ModelState
 from .generate import generate
+from .mlp import MLPS
+from .norm import NORMS
 from .swiglu import SwiGLU
 
-__all__ = ["Block", "CausalLM", "ModelState", "RMSNorm", "SwiGLU", "generate"]
+__all__ = ["MLPS", "NORMS", "Block", "CausalLM", "ModelState", "RMSNorm", "SwiGLU", "generate"]

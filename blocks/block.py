@@ -4,8 +4,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from statemix.mixers import MixerSpec, MixerState, RMSNorm, build_mixer
+from statemix.plugins import PartConfig
 
-from .swiglu import SwiGLU
+from .mlp import MLPSpec, build_mlp
+from .norm import build_norm
+
+_RMS = RMSNorm.Config()
 
 
 class Block(nn.Module):
@@ -15,16 +19,16 @@ class Block(nn.Module):
         model_config = ConfigDict(frozen=True, extra="forbid")
 
         mixer: MixerSpec = Field(description="how tokens see each other")
-        mlp: SwiGLU.Config | None = Field(None, description="what each token goes through alone; null means nothing")
+        mlp: MLPSpec | None = Field(None, description="what each token goes through alone; null means nothing")
 
-    def __init__(self, config: Config, *, hidden_size: int, norm_eps: float = 1e-5) -> None:
+    def __init__(self, config: Config, *, hidden_size: int, norm_eps: float = 1e-5, norm: PartConfig = _RMS) -> None:
         super().__init__()
-        self.mixer_norm = RMSNorm(hidden_size, eps=norm_eps)
+        self.mixer_norm = build_norm(norm, hidden_size, eps=norm_eps)
         self.mixer = build_mixer(config.mixer, hidden_size=hidden_size, norm_eps=norm_eps)
         self.mlp = None
         if config.mlp is not None:
-            self.mlp_norm = RMSNorm(hidden_size, eps=norm_eps)
-            self.mlp = SwiGLU(config.mlp, hidden_size=hidden_size)
+            self.mlp_norm = build_norm(norm, hidden_size, eps=norm_eps)
+            self.mlp = build_mlp(config.mlp, hidden_size=hidden_size)
 
     def reset_parameters(self, *, init_std: float = 0.02, output_scale: float = 1.0) -> None:
         """Draw all parameters anew; ``output_scale`` multiplies what adds to the residual stream."""

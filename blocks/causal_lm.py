@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from statemix.mixers import MixerState, RMSNorm, StateError
 
 from .block import Block
+from .norm import NormSpec, build_norm
 from .padding import Packing
 
 
@@ -48,6 +49,7 @@ class CausalLM(nn.Module):
         vocab_size: int = Field(gt=0, description="number of different tokens")
         hidden_size: int = Field(gt=0, description="channels of the residual stream")
         tie_embeddings: bool = Field(False, description="the head is the embedding matrix")
+        norm: NormSpec = Field(RMSNorm.Config(), description="before every mixer and MLP, and before the head")
         norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in every norm")
         init_std: float = Field(0.02, gt=0, description="standard deviation of embedding and projections at the start")
 
@@ -60,9 +62,10 @@ class CausalLM(nn.Module):
         with torch.device("meta"):
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
             self.blocks = nn.ModuleList(
-                Block(layer, hidden_size=config.hidden_size, norm_eps=config.norm_eps) for layer in layers
+                Block(layer, hidden_size=config.hidden_size, norm_eps=config.norm_eps, norm=config.norm)
+                for layer in layers
             )
-            self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+            self.norm = build_norm(config.norm, config.hidden_size, eps=config.norm_eps)
             # A tied head is not registered a second time: to_empty, deepcopy and safetensors would split or refuse it.
             self.head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.to_empty(device=device)

@@ -7,19 +7,22 @@ import math
 from typing import Literal
 
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
+
+from statemix.plugins import PartConfig
+
+from .mlp import MLPS
 
 _MULTIPLE = 256
 _RATIO = 4.0
 
 
+@MLPS.register
 class SwiGLU(nn.Module):
     """Gated two-layer perceptron on each token."""
 
-    class Config(BaseModel):
-        model_config = ConfigDict(frozen=True, extra="forbid")
-
+    class Config(PartConfig):
         type: Literal["swiglu"] = "swiglu"
         ratio: float | None = Field(
             None, gt=0, description="width = ratio * 2/3 * hidden_size, rounded up to 256; 4 unless width is given"

@@ -5,9 +5,10 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from statemix.plugins import Plugin, PluginError, load_file, run_file
 from statemix.transitions import Transition
 from statemix.transitions.fields_module import recipe_name
-from statemix.transitions.plugin import Plugin, PluginError, load_plugin, run_file
+from statemix.transitions.plugin import transitions_of
 
 from .first_call import expect_callable
 from .problem import Sizes
@@ -40,7 +41,7 @@ def register_file(target: str) -> str:
     """
     cls = load_transition(target)
     try:
-        load_plugin(Path(_parts(target)[0]))
+        load_file(Path(_parts(target)[0]))
     except PluginError as error:
         raise HarnessError(str(error)) from None
     return recipe_name(cls)
@@ -85,7 +86,7 @@ def _parts(target: str) -> tuple[str, str]:
 
 
 def _named(plugin: Plugin, file: str, name: str) -> type[Transition]:
-    known = plugin.transitions()
+    known = transitions_of(plugin)
     listed = ", ".join(known) or "none"
     if not name:
         if len(known) != 1:

@@ -11,9 +11,12 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from statemix.plugins import PartConfig
+
+from .mixer import MIXERS, Mixer
 from .packing import document_bounds, num_sequences, positions
 from .rms_norm import RMSNorm
 from .rotary import rotate
@@ -21,12 +24,11 @@ from .softmax import attend
 from .state import AttentionState, check_state, keep_last
 
 
-class Attention(nn.Module):
+@MIXERS.register
+class Attention(Mixer):
     """Causal softmax attention with a key/value cache as its state."""
 
-    class Config(BaseModel):
-        model_config = ConfigDict(frozen=True, extra="forbid")
-
+    class Config(PartConfig):
         type: Literal["attention"] = "attention"
         num_heads: int = Field(gt=0, description="query heads")
         num_kv_heads: int | None = Field(None, gt=0, description="key and value heads; null means num_heads")
@@ -83,20 +85,6 @@ class Attention(nn.Module):
     def forward(
         self, hidden: Tensor, state: AttentionState | None = None, *, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, AttentionState]:
-        """Mix ``hidden`` [B, T, hidden_size] along T, after the tokens that ``state`` has seen.
-
-        Args:
-            hidden: new tokens.
-            state: what this layer returned for the tokens before; None starts afresh.
-            cu_seqlens: offsets of packed documents, int32 [N + 1], B = 1; the state then has N rows.
-
-        Returns:
-            y [B, T, hidden_size], zeros after the last document, and the next state.
-
-        Raises:
-            StateError: a state of another layer or batch.
-            ValueError: cu_seqlens of a wrong form.
-        """
         query = self.query_norm(self.query(hidden).unflatten(-1, (self.num_heads, self.head_dim)))
         key = self.key_norm(self.key(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim)))
         value = self.value(hidden).unflatten(-1, (self.num_kv_heads, self.head_dim))

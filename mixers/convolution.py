@@ -9,7 +9,7 @@ Shapes: B batch, T time, C channels, W width, N documents.
 import torch
 from torch import Tensor, nn
 
-from .packing import HistoryLayout
+from .packing import HistoryLayout, num_sequences
 from .state import keep_last
 
 
@@ -63,3 +63,13 @@ class ShortConvolution(nn.Module):
         for j in range(1, self.width):
             y = torch.addcmul(y, stream[:, j : j + seq_len], weight[j])
         return y
+
+
+class NoConvolution(nn.Module):
+    """Inputs as they are, and an empty history."""
+
+    def reset_parameters(self) -> None:
+        """There is nothing to draw."""
+
+    def forward(self, x: Tensor, history: Tensor | None, *, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return x, x.new_empty(num_sequences(x, cu_seqlens), 0, x.shape[-1])

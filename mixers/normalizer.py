@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from statemix.transitions import BlockDiagonalModule, FactorConfig
 
@@ -29,12 +29,32 @@ def only_decays(factors: Sequence[FactorConfig]) -> bool:
     )
 
 
-def append_ones(value: Tensor) -> Tensor:
-    """[B, T, HV, V] to [B, T, HV, V + 1]."""
-    return F.pad(value, (0, 1), value=1.0)
+class Normalizer(nn.Module):
+    """Values get a channel of ones before the scan, and are divided by what became of it after.
+
+    Attributes:
+        num_rows: rows that the state has for it.
+    """
+
+    num_rows = 1
+
+    def before(self, value: Tensor) -> Tensor:
+        """[B, T, HV, V] to [B, T, HV, V + 1]."""
+        return F.pad(value, (0, 1), value=1.0)
+
+    def after(self, mixed: Tensor) -> Tensor:
+        """[B, T, HV, V + 1] to [B, T, HV, V]: what the ones became divides the rest, which is 0 where that is 0."""
+        weighted, total = mixed[..., :-1], mixed[..., -1:]
+        return weighted / torch.where(total == 0, 1, total)
 
 
-def divide_by_ones(mixed: Tensor) -> Tensor:
-    """[B, T, HV, V + 1] to [B, T, HV, V]: what the ones became divides the rest, which is 0 where that is 0."""
-    weighted, total = mixed[..., :-1], mixed[..., -1:]
-    return weighted / torch.where(total == 0, 1, total)
+class NoNormalizer(nn.Module):
+    """Read-outs stay weighted sums."""
+
+    num_rows = 0
+
+    def before(self, value: Tensor) -> Tensor:
+        return value
+
+    def after(self, mixed: Tensor) -> Tensor:
+        return mixed

@@ -3,13 +3,20 @@
 Source: arXiv:1910.07467.
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from statemix.plugins import PartConfig
+
 
 class RMSNorm(nn.Module):
     """RMS norm over the last axis, computed in float32 (float64 for float64 inputs) and returned in x's dtype."""
+
+    class Config(PartConfig):
+        type: Literal["rms"] = "rms"
 
     def __init__(self, size: int, *, eps: float = 1e-5) -> None:
         super().__init__()

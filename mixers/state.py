@@ -7,9 +7,9 @@ Shapes: B sequences, HV value heads, V rows of a state (value_dim, and one more 
 K key_dim, W convolution width, L cached keys, D head_dim.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,21 @@ class StateError(ValueError):
 
 
 @dataclass(frozen=True)
-class StateMixerState:
+class MixerState:
+    """Base of the states: a frozen dataclass of tensors, each with a row a sequence."""
+
+    def select(self, index: Tensor | Sequence[int]) -> Self:
+        """Rows ``index`` of the state: reorders, repeats or drops sequences."""
+        return type(self)(*(_rows(tensor, index) for tensor in _tensors(self)))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in _tensors(self))
+
+
+@dataclass(frozen=True)
+class StateMixerState(MixerState):
     """State of a ``StateMixer``: fixed size, whatever the number of tokens seen.
 
     Attributes:
@@ -33,13 +47,9 @@ class StateMixerState:
     conv: Tensor
     position: Tensor
 
-    def select(self, index: Tensor | Sequence[int]) -> "StateMixerState":
-        """Rows ``index`` of the state: reorders, repeats or drops sequences."""
-        return StateMixerState(_rows(self.recurrent, index), _rows(self.conv, index), _rows(self.position, index))
-
 
 @dataclass(frozen=True)
-class AttentionState:
+class AttentionState(MixerState):
     """State of an ``Attention`` layer: the keys and values that later tokens may still look at.
 
     Row b holds its ``min(length[b], L)`` newest tokens at the right end; what lies to their left is never read.
@@ -54,16 +64,21 @@ class AttentionState:
     value: Tensor
     length: Tensor
 
-    def select(self, index: Tensor | Sequence[int]) -> "AttentionState":
-        """Rows ``index`` of the state: reorders, repeats or drops sequences."""
-        return AttentionState(_rows(self.key, index), _rows(self.value, index), _rows(self.length, index))
+
+S = TypeVar("S", bound=MixerState)
 
 
-MixerState = StateMixerState | AttentionState
-S = TypeVar("S", StateMixerState, AttentionState)
+def opened(state: object, empty: S) -> S:
+    """``state``, which must be of the class and the sizes of ``empty``; ``empty`` itself where there is none.
+
+    Raises:
+        StateError: as ``check_state``.
+    """
+    shapes = {field.name: tuple(getattr(empty, field.name).shape) for field in fields(empty)}
+    return empty if state is None else check_state(state, type(empty), shapes=shapes)
 
 
-def check_state(state: object, kind: type[S], *, shapes: dict[str, tuple[int | None, ...]]) -> S:
+def check_state(state: object, kind: type[S], *, shapes: Mapping[str, tuple[int | None, ...]]) -> S:
     """Return ``state`` typed as ``kind``.
 
     Args:
@@ -94,6 +109,10 @@ def keep_last(stream: Tensor, size: int) -> Tensor:
     A copy: a view would keep the whole stream alive for as long as the state lives.
     """
     return stream[:, max(stream.shape[1] - size, 0) :].clone()
+
+
+def _tensors(state: MixerState) -> list[Tensor]:
+    return [getattr(state, field.name) for field in fields(state)]
 
 
 def _rows(tensor: Tensor, index: Tensor | Sequence[int]) -> Tensor:

@@ -13,33 +13,35 @@ Shapes: B batch, T time, H key heads, HV value heads, K key_dim, V value_dim, n 
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from statemix.plugins import PartConfig
 from statemix.transitions import HeadSizes, TransitionSpec, build_transition, explain, scan
 
 from .capabilities import Capabilities
-from .convolution import ShortConvolution
-from .feature_map import NON_NEGATIVE, ElementwiseProduct, FeatureMap, build_feature_map
+from .convolution import NoConvolution, ShortConvolution
+from .feature_map import FEATURE_MAPS, FeatureMapSpec, SiLU, build_feature_map, non_negative_maps
 from .key_norm import KEY_NORMS, KeyNorm
-from .normalizer import append_ones, divide_by_ones, only_decays
-from .packing import num_sequences, positions, without_rest
+from .mixer import MIXERS, Mixer
+from .normalizer import NoNormalizer, Normalizer, only_decays
+from .output_gate import NoGate, OutputGate
+from .packing import num_sequences
 from .rms_norm import RMSNorm
-from .rotary import rotate
+from .rotary import NoPositions, Rotary
+from .skip import add_skip
 from .state import StateMixerState, check_state
 
-_MAPS: dict[str, type[nn.Module]] = {"silu": nn.SiLU, "sigmoid": nn.Sigmoid, "identity": nn.Identity}
 _ROTARY_BASE = 10000.0
 
 
-class StateMixer(nn.Module):
+@MIXERS.register
+class StateMixer(Mixer):
     """A recurrence over matrix states with any transition."""
 
     capabilities = Capabilities(has_constant_state=True)
 
-    class Config(BaseModel):
-        model_config = ConfigDict(frozen=True, extra="forbid")
-
+    class Config(PartConfig):
         type: Literal["state"] = "state"
         num_heads: int = Field(gt=0, description="query and key heads")
         num_value_heads: int | None = Field(None, gt=0, description="value heads, states; null means num_heads")
@@ -48,7 +50,9 @@ class StateMixer(nn.Module):
         transition: TransitionSpec = Field(description="a name, a mapping with options, or a list of factors of M_t")
         conv_size: int = Field(0, ge=0, description="tokens that the short convolution spans; 0 means none, 4 is usual")
         conv_bias: bool = Field(False, description="bias in the short convolution")
-        feature_map: FeatureMap = Field("silu", description="on queries and keys, after the convolution, per head")
+        feature_map: FeatureMapSpec = Field(
+            SiLU.Config(), description="on queries and keys, after the convolution, per head"
+        )
         value_map: Literal["silu", "identity"] = Field("identity", description="on values, after the convolution")
         key_norm: KeyNorm = Field("l2", description="length of queries and keys, per head and block")
         rotary: bool = Field(False, description="rotary positions on queries and keys, after their norm (RetNet)")
@@ -71,8 +75,8 @@ class StateMixer(nn.Module):
         @model_validator(mode="after")
         def _weights_can_be_summed(self) -> "StateMixer.Config":
             reason = None
-            if self.feature_map not in NON_NEGATIVE:
-                reason = f"feature_map {self.feature_map}; take one of {', '.join(NON_NEGATIVE)}"
+            if not FEATURE_MAPS.class_of(self.feature_map).is_non_negative:
+                reason = f"feature_map {self.feature_map.type}; take one of {', '.join(non_negative_maps())}"
             elif self.rotary:
                 reason = "rotary positions; leave one of the two out"
             elif not only_decays(self.transition):
@@ -89,6 +93,7 @@ class StateMixer(nn.Module):
         self.chunk_size, self.recompute = config.chunk_size, config.recompute
         sizes = HeadSizes(hidden_size, self.num_heads, self.num_value_heads, self.key_dim)
         self.transition = build_transition(config.transition, sizes)
+        self.formula = self.transition.formula
         self.num_writes, self.blocks = self.transition.num_writes, self.transition.blocks
         self._check(config)
         self.channels = [
@@ -98,21 +103,23 @@ class StateMixer(nn.Module):
         ]
         self.query, self.key, self.value = (nn.Linear(hidden_size, size, bias=False) for size in self.channels)
         self.history = max(config.conv_size - 1, 0)
-        self.convolution = None
-        if config.conv_size > 0:
-            self.convolution = ShortConvolution(sum(self.channels), width=config.conv_size, has_bias=config.conv_bias)
+        self.convolution = (
+            ShortConvolution(sum(self.channels), width=config.conv_size, has_bias=config.conv_bias)
+            if config.conv_size > 0
+            else NoConvolution()
+        )
         self.query_map, self.key_map = (
             build_feature_map(config.feature_map, size=self.key_dim // self.blocks) for _ in range(2)
         )
-        self.value_map = _MAPS[config.value_map]()
-        self.key_norm, self.rotary, self.is_normalized = KEY_NORMS[config.key_norm], config.rotary, config.is_normalized
+        self.value_map = nn.SiLU() if config.value_map == "silu" else nn.Identity()
+        self.key_norm = KEY_NORMS[config.key_norm]
+        self.rotary = Rotary(_ROTARY_BASE) if config.rotary else NoPositions()
+        self.normalizer = Normalizer() if config.is_normalized else NoNormalizer()
         self.skip = nn.Parameter(torch.empty(self.num_value_heads)) if config.has_skip else None
-        self.norm = RMSNorm(self.value_dim, eps=norm_eps) if config.output_norm == "rms" else None
-        self.gate = None
-        if config.output_gate != "none":
-            self.gate = nn.Linear(hidden_size, self.num_value_heads * self.value_dim, bias=False)
-            self.gate_map = _MAPS[config.output_gate]()
-        self.output = nn.Linear(self.num_value_heads * self.value_dim, hidden_size, bias=False)
+        self.norm = RMSNorm(self.value_dim, eps=norm_eps) if config.output_norm == "rms" else nn.Identity()
+        size = self.num_value_heads * self.value_dim
+        self.gate = NoGate() if config.output_gate == "none" else OutputGate(hidden_size, size, kind=config.output_gate)
+        self.output = nn.Linear(size, hidden_size, bias=False)
         self.reset_parameters()
 
     def _check(self, config: Config) -> None:
@@ -132,22 +139,17 @@ class StateMixer(nn.Module):
                 f"in {self.blocks}; change one of them or set rotary: false"
             )
 
-    @property
-    def formula(self) -> str:
-        """M_t in words."""
-        return self.transition.formula
-
     def reset_parameters(self, *, init_std: float = 0.02, output_scale: float = 1.0) -> None:
         """Draw all parameters anew: projections normal(0, init_std), the output projection times output_scale.
 
         Transition, learned feature maps and convolution have initialisations of their own; D starts at 1.
         """
-        self.transition.reset_parameters()
-        for module in (self.convolution, self.query_map, self.key_map, self.norm):
-            if isinstance(module, ShortConvolution | ElementwiseProduct | RMSNorm):
-                module.reset_parameters()
+        for part in (self.transition, self.convolution, self.query_map, self.key_map):
+            part.reset_parameters()
+        if isinstance(self.norm, RMSNorm):
+            self.norm.reset_parameters()
         for linear in (self.query, self.key, self.value, self.gate):
-            if linear is not None:
+            if isinstance(linear, nn.Linear):
                 nn.init.normal_(linear.weight, std=init_std)
         nn.init.normal_(self.output.weight, std=init_std * output_scale)
         if self.skip is not None:
@@ -157,9 +159,9 @@ class StateMixer(nn.Module):
 
     def state_bytes(self, seq_len: int, dtype: torch.dtype = torch.float32) -> int:
         """Bytes of the state of one sequence, the same after any ``seq_len``; the convolution's part in ``dtype``."""
-        recurrent = self.num_value_heads * (self.value_dim + self.is_normalized) * self.key_dim
+        recurrent = self.num_value_heads * (self.value_dim + self.normalizer.num_rows) * self.key_dim
         conv = self.history * sum(self.channels)
-        position = self.rotary * torch.int64.itemsize
+        position = self.rotary.num_counts * torch.int64.itemsize
         return recurrent * torch.promote_types(dtype, torch.float32).itemsize + conv * dtype.itemsize + position
 
     def kernel(self, seq_len: int, device: torch.device) -> str:
@@ -174,32 +176,18 @@ class StateMixer(nn.Module):
     def forward(
         self, hidden: Tensor, state: StateMixerState | None = None, *, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, StateMixerState]:
-        """Mix ``hidden`` [B, T, hidden_size] along T, after the tokens that ``state`` has seen.
-
-        Args:
-            hidden: new tokens.
-            state: what this layer returned for the tokens before; None starts afresh.
-            cu_seqlens: offsets of packed documents, int32 [N + 1], B = 1; the state then has N rows.
-
-        Returns:
-            y [B, T, hidden_size], zeros after the last document, and the next state.
-
-        Raises:
-            StateError: a state of another layer or batch.
-            ValueError: cu_seqlens of a wrong form.
-        """
         recurrent, conv, seen = self._open(state, hidden, rows=num_sequences(hidden, cu_seqlens))
         streams = torch.cat([self.query(hidden), self.key(hidden), self.value(hidden)], dim=-1)
-        streams, conv = self._convolve(streams, conv, cu_seqlens)
+        streams, conv = self.convolution(streams, conv, cu_seqlens=cu_seqlens)
         query, key, value = self._split_heads(streams)
         query, key = self.key_norm(self.query_map(query)), self.key_norm(self.key_map(key))
-        query, key, seen = self._turn(query, key, seen, cu_seqlens)
+        query, key, seen = self.rotary(query, key, seen, cu_seqlens=cu_seqlens)
         query, key, value = query.flatten(-2), key.flatten(-2), self.value_map(value)
         transition, write = self.transition(hidden, key)
         mixed, recurrent = scan(
             query,
             key,
-            append_ones(value) if self.is_normalized else value,
+            self.normalizer.before(value),
             transition,
             write=write,
             initial_state=recurrent,
@@ -207,33 +195,22 @@ class StateMixer(nn.Module):
             chunk_size=self.chunk_size,
             recompute=self.recompute,
         )
-        mixed = divide_by_ones(mixed) if self.is_normalized else mixed
-        if self.skip is not None:
-            mixed = mixed + self.skip.to(mixed.dtype)[:, None] * without_rest(value, cu_seqlens)
-        if self.norm is not None:
-            mixed = self.norm(mixed)
-        if self.gate is not None:
-            mixed = mixed * self.gate_map(self.gate(hidden)).unflatten(-1, mixed.shape[-2:])
+        mixed = add_skip(self.normalizer.after(mixed), value, self.skip, cu_seqlens=cu_seqlens)
+        mixed = self.gate(self.norm(mixed), hidden)
         return self.output(mixed.flatten(-2)), StateMixerState(recurrent, conv, seen)
 
     def _open(
         self, state: StateMixerState | None, hidden: Tensor, *, rows: int
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         if state is None:
-            return None, None, torch.zeros(rows, int(self.rotary), dtype=torch.int64, device=hidden.device)
+            return None, None, torch.zeros(rows, self.rotary.num_counts, dtype=torch.int64, device=hidden.device)
         shapes: dict[str, tuple[int | None, ...]] = {
-            "recurrent": (rows, self.num_value_heads, self.value_dim + self.is_normalized, self.key_dim),
+            "recurrent": (rows, self.num_value_heads, self.value_dim + self.normalizer.num_rows, self.key_dim),
             "conv": (rows, self.history, sum(self.channels)),
-            "position": (rows, int(self.rotary)),
+            "position": (rows, self.rotary.num_counts),
         }
         state = check_state(state, StateMixerState, shapes=shapes)
         return state.recurrent, state.conv, state.position
-
-    def _convolve(self, streams: Tensor, conv: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.convolution is None:
-            return streams, streams.new_empty(num_sequences(streams, cu_seqlens), 0, streams.shape[-1])
-        filtered: tuple[Tensor, Tensor] = self.convolution(streams, conv, cu_seqlens=cu_seqlens)
-        return filtered
 
     def _split_heads(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, H, b, K/b], [B, T, (n,) H, b, K/b], [B, T, (n,) HV, V]: the axis n is there when n > 1, b blocks."""
@@ -244,13 +221,3 @@ class StateMixer(nn.Module):
             key.unflatten(-1, (*lead, self.num_heads, self.blocks, -1)),
             value.unflatten(-1, (*lead, self.num_value_heads, self.value_dim)),
         )
-
-    def _turn(
-        self, query: Tensor, key: Tensor, seen: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys turned to their positions, and how many tokens each sequence has seen now."""
-        if not self.rotary:
-            return query, key, seen
-        position, after = positions(seen.squeeze(-1), seq_len=query.shape[1], cu_seqlens=cu_seqlens)
-        query, key = (rotate(x, position, base=_ROTARY_BASE) for x in (query, key))
-        return query, key, after[:, None]

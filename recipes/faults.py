@@ -1,7 +1,7 @@
 """What pydantic found wrong, in the words of the recipe: key path, expected, got, what to do."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -67,12 +67,13 @@ def _faults(details: ErrorDetails, data: Any, schema: type[BaseModel]) -> list[F
             names = _QUOTED.findall(context["expected_tags"])
             inside = path if isinstance(value_at(data, path), str) else (*path, "type")
             return [Fault(inside, f"{_wanted(names, context['tag'])}{_as_transition(path, context['tag'])}")]
-        case "union_tag_not_found" | "transition_name" if "type" not in _mapping_at(path, data):
+        case "union_tag_not_found" | "unknown_part" if "type" not in _mapping_at(path, data):
             return [Fault((*path, "type"), _missing_type(path, data, schema))]
-        case "transition_name":
-            name = _mapping_at(path, data)["type"]
+        case "unknown_part":
+            name, known = _mapping_at(path, data)["type"], context["known"].split(", ")
             inside = path if value_at(data, path) == name else (*path, "type")
-            return [Fault(inside, _wanted(context["known"].split(", "), name) + _as_own(name))]
+            way_out = _as_transition(path, name) or _as_own(context["kind"], name, known)
+            return [Fault(inside, _wanted(known, name) + way_out)]
         case _:
             return [Fault(path, _wrong_value(details), at_key=at_key)]
 
@@ -176,9 +177,9 @@ def _as_transition(path: KeyPath, got: object) -> str:
     return f"; {got} is a transition: {{type: state, transition: {got}, ...}}" if is_one else ""
 
 
-def _as_own(name: object) -> str:
-    is_misspelt = get_close_matches(str(name), transition_names(), cutoff=0.75)
-    return "" if is_misspelt else "; for a transition of your own name its file under plugins, or with --plugin"
+def _as_own(kind: str, name: object, known: Sequence[str]) -> str:
+    is_misspelt = get_close_matches(str(name), known, cutoff=0.75)
+    return "" if is_misspelt else f"; for your own {kind} name its file under plugins, or with --plugin"
 
 
 def _wrong_value(details: ErrorDetails) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from statemix.plugins import Registry
+
 from .errors import KeyPath
 
 
@@ -55,10 +57,12 @@ def paths_to(root: Any, data: Any, path: KeyPath, key: str) -> list[KeyPath]:
 
 
 def _leaves(annotation: Any) -> Iterator[Any]:
-    """The members of a union, without Annotated and None."""
+    """The members of a union, without Annotated and None; a registry for a field that takes whatever is in it."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        yield from _leaves(get_args(annotation)[0])
+        inner, *notes = get_args(annotation)
+        registry = next((note for note in notes if isinstance(note, Registry)), None)
+        yield from _leaves(inner) if registry is None else [registry]
     elif origin in (Union, UnionType):
         for member in get_args(annotation):
             yield from _leaves(member)
@@ -67,16 +71,15 @@ def _leaves(annotation: Any) -> Iterator[Any]:
 
 
 def _all_models(annotation: Any) -> list[type[BaseModel]]:
-    """Models that a mapping may become here; one mapping may stand for a list of one.
-
-    A base class stands for those of its subclasses that have a name: users register transitions of their own.
-    """
+    """Models that a mapping may become here; one mapping may stand for a list of one."""
     models: list[type[BaseModel]] = []
     for leaf in _leaves(annotation):
         if get_origin(leaf) in (list, tuple):
             models += [model for item in _items(leaf) for model in _all_models(item)]
+        elif isinstance(leaf, Registry):
+            models += leaf.configs()
         elif isinstance(leaf, type) and issubclass(leaf, BaseModel):
-            models += [inner for inner in leaf.__subclasses__() if _type_literals(inner)] or [leaf]
+            models.append(leaf)
     return models
 
 
@@ -100,7 +103,7 @@ def _items(sequence: Any) -> list[Any]:
 def _children(annotation: Any, value: Any, key: Any) -> Iterator[Any]:
     for model in _models(annotation, value):
         if not isinstance(value, list | tuple) and key in model.model_fields:
-            yield model.model_fields[key].annotation
+            yield model.model_fields[key].rebuild_annotation()
     for leaf in _leaves(annotation):
         if get_origin(leaf) is dict:
             yield get_args(leaf)[1]
@@ -117,7 +120,7 @@ def _below(annotation: Any, value: Any, key: str, above: tuple[type[BaseModel], 
             if name == key:
                 yield (name,)
             inner = value_at(value, (name,))
-            yield from ((name, *path) for path in _below(field.annotation, inner, key, (*above, model)))
+            yield from ((name, *path) for path in _below(field.rebuild_annotation(), inner, key, (*above, model)))
     for leaf in _leaves(annotation):
         if get_origin(leaf) is dict:
             yield from (("NAME", *path) for path in _below(get_args(leaf)[1], None, key, above))

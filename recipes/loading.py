@@ -15,7 +15,7 @@ from .interpolation import resolve
 from .known_keys import value_at
 from .marked_yaml import Document, YamlError, read_yaml
 from .overrides import apply_overrides
-from .plugins import add_plugins, load_plugins
+from .plugins import add_plugins, distrusted, load_installed_plugins, load_plugins
 from .recipe import Recipe
 from .source import Source
 
@@ -32,13 +32,15 @@ def load(
     overrides: Sequence[str] = (),
     *,
     plugins: Sequence[str | os.PathLike[str]] = (),
+    trust_plugins: bool = False,
 ) -> Recipe:
     """Read and check a recipe; the Python files that it names under ``plugins`` are run first.
 
     Args:
         recipe: a YAML file, the name of a shipped recipe (``quickstart``), or the contents as a dict.
         overrides: changes such as ``layers.delta.mixer.transition=gla``, applied in order, before derived values.
-        plugins: Python files with transitions of your own, relative to the current folder, besides those of the recipe.
+        plugins: Python files with parts of your own, relative to the current folder, besides those of the recipe.
+        trust_plugins: also run files that the recipe of a run folder names; they are code of whoever made that folder.
 
     Raises:
         RecipeError: lists every fault with file, line and column (or the override), key path, and what to do.
@@ -48,7 +50,11 @@ def load(
     else:
         file, document = _read_file(recipe)
     data, folder = document.data, Path() if file is None else Path(file).parent
-    _raise_any(load_plugins(data, folder), Source(file, document.places))
+    load_installed_plugins()
+    source = Source(file, document.places)
+    if file is not None:
+        _raise_any(distrusted(data, Path(file), trust_plugins=trust_plugins), source)
+    _raise_any(load_plugins(data, folder), source)
     add_plugins(data, plugins)
     applied = apply_overrides(data, overrides, Recipe)
     source = Source(file, document.places, tuple(applied))

@@ -48,7 +48,7 @@ class Recipe(BaseModel):
     format: int = Field(1, description="version of this format, 1")
     name: str = Field(min_length=1, description="what to call it")
     source: str = Field("", description="where it comes from: arXiv id and section")
-    plugins: list[str] = Field(default=[], description="Python files with transitions of your own, beside this file")
+    plugins: list[str] = Field(default=[], description="Python files with parts of your own, beside this file")
     model: ModelConfig = Field(description="sizes of the whole model, such as {vocab_size: 256, hidden_size: 128}")
     layers: dict[LayerName, Block.Config] = Field(
         min_length=1, description="named layers: {NAME: {mixer: ..., mlp: ...}}"

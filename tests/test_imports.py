@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # Each folder may import those before it in the chain; nothing but the umbrella (src/statemix) imports the harness.
-CHAIN = ("kernels", "transitions", "mixers", "blocks", "recipes", "training")
+CHAIN = ("plugins", "kernels", "transitions", "mixers", "blocks", "recipes", "training")
 ALLOWED = {folder: set(CHAIN[:position]) for position, folder in enumerate(CHAIN)}
-ALLOWED["harness"] = {"kernels", "transitions", "mixers"}
+ALLOWED["harness"] = {"plugins", "kernels", "transitions", "mixers"}
 ALLOWED["statemix"] = {*CHAIN, "harness"}
 
 # What a user who only wants scan need not have, or need not wait for.

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from statemix.blocks import CausalLM
-from statemix.recipes import Recipe, build, load
+from statemix.recipes import Recipe, RecipeError, build, load
 
 from .difference import first_difference
 from .plugin_files import carried_yaml, copy_plugins
@@ -49,14 +49,18 @@ def save_model(model: CausalLM, folder: str | Path) -> None:
     write_text(folder / RECIPE_FILE, carried_yaml(recipe))
 
 
-def load_model(folder: str | Path, *, device: str | torch.device | None = None) -> CausalLM:
+def load_model(
+    folder: str | Path, *, device: str | torch.device | None = None, trust_plugins: bool = False
+) -> CausalLM:
     """Rebuild the model of a folder written by ``save_model`` or by training, in evaluation mode and its own dtype.
 
     Args:
         device: where to put it; None is the CPU.
+        trust_plugins: run the Python files that the folder brings; they are code of whoever made it.
 
     Raises:
-        ValueError: a file is missing, or the weights are not those of the recipe; names the file and the key.
+        ValueError: a file is missing, a plugin is not trusted, or the weights are not those of the recipe; names the
+            file and the key.
     """
     folder = Path(folder)
     for name in (RECIPE_FILE, MODEL_FILE):
@@ -65,7 +69,7 @@ def load_model(folder: str | Path, *, device: str | torch.device | None = None) 
                 f"folder: expected {RECIPE_FILE} and {MODEL_FILE}, got no {name} in {str(folder)!r}; "
                 "name a folder written by save_model or by training"
             )
-    recipe = load(folder / RECIPE_FILE)
+    recipe = load(folder / RECIPE_FILE, trust_plugins=trust_plugins)
     # Building draws weights; what the caller draws next must not depend on a model having been loaded.
     with torch.random.fork_rng(devices=[]):
         model = build(recipe)
@@ -134,7 +138,7 @@ def distinct_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _refuse_another_recipe(stored: Mapping[str, object], recipe: Recipe, path: Path) -> None:
-    wanted = yaml.safe_load(recipe.to_yaml())
+    stored, wanted = _written_now(stored), yaml.safe_load(recipe.to_yaml())
     for key in ARCHITECTURE_KEYS:
         difference = first_difference(stored.get(key), wanted.get(key), path=key)
         if difference is not None:
@@ -142,6 +146,14 @@ def _refuse_another_recipe(stored: Mapping[str, object], recipe: Recipe, path: P
                 f"{path}: expected weights of recipe {recipe.name!r}, got a checkpoint of another recipe: "
                 f"{difference.path} is {difference.old!r} there, {difference.new!r} here; use the recipe of the weights"
             )
+
+
+def _written_now(stored: Mapping[str, object]) -> Mapping[str, object]:
+    """A recipe as this version writes it, where it can read it: with the defaults of keys that are newer."""
+    try:
+        return dict(yaml.safe_load(load({**stored, "plugins": []}).to_yaml()))
+    except RecipeError:
+        return stored
 
 
 def _refuse_misfits(tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor], path: Path) -> None:

@@ -20,10 +20,14 @@ def carried_yaml(recipe: Recipe) -> str:
     return recipe.model_copy(update={"plugins": plugin_names(recipe)}).to_yaml()
 
 
-def plugins_of_run(folder: Path) -> list[Path]:
-    """The copies that a run folder holds; none where it is no run folder yet."""
+def plugins_of_run(folder: Path, *, trust_plugins: bool = False) -> list[Path]:
+    """The copies that a run folder holds, none where it is no run folder yet; runs them.
+
+    Raises:
+        RecipeError: a plugin is not trusted.
+    """
     file = folder / "recipe.yaml"
-    return list(map(Path, load(file).plugins)) if file.is_file() else []
+    return list(map(Path, load(file, trust_plugins=trust_plugins).plugins)) if file.is_file() else []
 
 
 def plugin_names(recipe: Recipe) -> list[str]:
@@ -31,12 +35,12 @@ def plugin_names(recipe: Recipe) -> list[str]:
     return [Path(file).name for file in recipe.plugins]
 
 
-def refuse_other_plugins(old: Recipe, new: Recipe) -> None:
-    """Raise ValueError where a plugin of ``new`` is not, byte for byte, that of the same name in ``old``."""
-    before = {Path(file).name: Path(file) for file in old.plugins}
-    for file in map(Path, new.plugins):
-        if file.name in before and file.read_bytes() != before[file.name].read_bytes():
+def refuse_other_plugins(folder: Path, recipe: Recipe) -> None:
+    """Raise ValueError where a plugin of ``recipe`` is not, byte for byte, its copy in a run folder; runs neither."""
+    for file in map(Path, recipe.plugins):
+        copy = folder / file.name
+        if copy.is_file() and file.read_bytes() != copy.read_bytes():
             raise ValueError(
-                f"plugins: expected {file.name} as it was when the run began, {before[file.name]}, got another text in "
+                f"plugins: expected {file.name} as it was when the run began, {copy}, got another text in "
                 f"{file}; restore it, or start a new run"
             )

@@ -52,6 +52,7 @@ def plan_run(
     state = None
     if resume:
         state = read_state(folder)
+        refuse_other_plugins(folder, recipe)
         _refuse_another_recipe(load(folder / RECIPE_FILE), recipe, folder)
     else:
         _refuse_existing(folder)
@@ -74,7 +75,6 @@ def _refuse_existing(folder: Path) -> None:
 
 
 def _refuse_another_recipe(old: Recipe, new: Recipe, folder: Path) -> None:
-    refuse_other_plugins(old, new)
     before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
     before["plugins"], after["plugins"] = plugin_names(old), plugin_names(new)
     for key in FREE_KEYS:

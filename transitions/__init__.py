@@ -11,12 +11,14 @@ from .householder import Householder, HouseholderModule
 from .identity import Identity, IdentityModule
 from .kinds import Constant, Key, KeyLogDecay, KeyRate, Kind, LogDecay, Rate, Rate2, UnitKey
 from .module import FactorConfig, HeadSizes, ProductModule, TransitionModule
+from .plugin import register_transitions
 from .product import Product
-from .registry import TransitionSpec, build_transition, register, transition_names
+from .registry import TRANSITIONS, TransitionSpec, build_transition, register, transition_names
 from .scalar_gate import ScalarGate, ScalarGateModule
 from .scan import ScanResult, explain, scan, segment_summary, step, validate
 
 __all__ = [
+    "TRANSITIONS",
     "BlockDiagonal",
     "BlockDiagonalModule",
     "Constant",
@@ -53,6 +55,7 @@ __all__ = [
     "explain",
     "register",
     "register_transition",
+    "register_transitions",
     "scan",
     "segment_summary",
     "step",

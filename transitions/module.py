@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from torch import Tensor, nn
+
+from statemix.plugins import PartConfig
 
 from .base import Transition
 from .product import Product
 
 
-class FactorConfig(BaseModel):
+class FactorConfig(PartConfig):
     """Options of one factor of M_t; a subclass narrows ``type`` to the name it goes by."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    type: str
+    model_config = ConfigDict(strict=True)
 
 
 @dataclass(frozen=True)

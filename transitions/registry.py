@@ -7,14 +7,12 @@ alias sets factors, gate formula and write, nothing else.
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, SerializeAsAny
+from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from .module import FactorConfig, HeadSizes, ProductModule, TransitionModule
+from statemix.plugins import Registry
 
-_MODULES: dict[str, type[TransitionModule]] = {}
-# A validated Config builds the module it came from, even when a later class has taken over its name.
-_MODULE_OF_CONFIG: dict[type[FactorConfig], type[TransitionModule]] = {}
+from .module import FactorConfig, HeadSizes, ProductModule, TransitionModule
 
 _MAMBA2_GATE = {"type": "scalar_gate", "formula": "softplus"}
 
@@ -31,37 +29,18 @@ ALIASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def register(module: type[TransitionModule]) -> type[TransitionModule]:
-    """Class decorator: let recipes name this module by the default of its ``Config.type``.
-
-    A class of the same module takes over, such as that of a notebook cell or a changed file run again.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-    name = module.Config.model_fields["type"].default
-    taken = _MODULES.get(name)
-    if name in ALIASES or (taken is not None and taken.__module__ != module.__module__):
-        owner = f"{taken.__name__} of {taken.__module__}" if taken is not None else "an alias of the package"
-        raise ValueError(f"{module.__name__}: expected a new name, got {name!r}, that of {owner}; rename the class")
-    _MODULES[name] = module
-    _MODULE_OF_CONFIG[module.Config] = module
-    return module
-
-
-def registered(name: str) -> type[TransitionModule] | None:
-    """The module that a recipe gets for ``name``, None where there is none."""
-    return _MODULES.get(name)
+TRANSITIONS: Registry[TransitionModule] = Registry("transition", aliases=ALIASES)
+register = TRANSITIONS.register
 
 
 def transition_names() -> tuple[str, ...]:
     """Every name and alias."""
-    return (*_MODULES, *ALIASES)
+    return TRANSITIONS.names()
 
 
 def build_transition(spec: tuple[FactorConfig, ...], sizes: HeadSizes) -> TransitionModule:
     """The module of a validated ``TransitionSpec``."""
-    factors = [_MODULE_OF_CONFIG[type(config)](config, sizes) for config in spec]
+    factors = [TRANSITIONS.class_of(config)(config, sizes) for config in spec]
     return factors[0] if len(factors) == 1 else ProductModule(factors)
 
 
@@ -80,18 +59,4 @@ def _factors(spec: Any) -> tuple[Any, ...]:
     )
 
 
-def _config(factor: Any) -> FactorConfig:
-    if isinstance(factor, FactorConfig):
-        return factor
-    name = factor.get("type") if isinstance(factor, Mapping) else factor
-    if not isinstance(name, str) or name not in _MODULES:
-        known = ", ".join(_MODULES if isinstance(name, str) and name in ALIASES else transition_names())
-        raise PydanticCustomError(
-            "transition_name", "expected one of {known}, got {got}", {"known": known, "got": repr(name)}
-        )
-    return _MODULES[name].Config.model_validate(factor)
-
-
-TransitionSpec = Annotated[
-    tuple[Annotated[SerializeAsAny[FactorConfig], BeforeValidator(_config)], ...], BeforeValidator(_factors)
-]
+TransitionSpec = Annotated[tuple[Annotated[FactorConfig, TRANSITIONS], ...], BeforeValidator(_factors)]

@@ -162,7 +162,7 @@ def _mixer_subject(
     """The scan of a mixer as its own module makes it from random hidden states, without projections and norms."""
     generator = torch.Generator().manual_seed(0)
     mixer = StateMixer(config, hidden_size=hidden_size).to(device)
-    value_dim = mixer.value_dim + mixer.is_normalized  # which sums the weights in one more channel
+    value_dim = mixer.value_dim + config.is_normalized  # which sums the weights in one more channel
     sizes = Sizes(*tokens, mixer.num_heads, mixer.num_value_heads, mixer.key_dim, value_dim)
     count = (mixer.num_writes,) if mixer.num_writes > 1 else ()
 

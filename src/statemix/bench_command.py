@@ -44,7 +44,9 @@ def run_bench(arguments: argparse.Namespace) -> None:
     else:
         from statemix.recipes import load
 
-        recipe = load(arguments.recipe, arguments.overrides, plugins=arguments.plugin)
+        recipe = load(
+            arguments.recipe, arguments.overrides, plugins=arguments.plugin, trust_plugins=arguments.trust_plugins
+        )
         batch, seq_len = arguments.batch, arguments.seq_len
         subjects = recipe_subjects(recipe, batch=batch, seq_len=seq_len, dtype=dtype, device=device)
     print(header(device, dtype), flush=True)

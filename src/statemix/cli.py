@@ -15,9 +15,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from . import __version__
+
+if TYPE_CHECKING:
+    from statemix.recipes import Recipe
 
 Run = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -45,20 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     from statemix.recipes import layer_table, load, render
 
-    recipe = load(arguments.recipe, arguments.overrides, plugins=arguments.plugin)
+    recipe = load(
+        arguments.recipe, arguments.overrides, plugins=arguments.plugin, trust_plugins=arguments.trust_plugins
+    )
     print(render(layer_table(recipe, arguments.seq_len)))
     return 0
 
 
 def _train(arguments: argparse.Namespace) -> int:
     from statemix.recipes import load
-    from statemix.training import Interrupted, NonFiniteError, compare, plugins_of_run, train
+    from statemix.training import Interrupted, NonFiniteError, compare, train
 
-    plugins = arguments.plugin
-    if arguments.resume and arguments.out and not plugins:
-        plugins = plugins_of_run(arguments.out)
-    recipe = load(arguments.recipe, arguments.overrides, plugins=plugins)
-    rival = load(arguments.compare, plugins=arguments.plugin) if arguments.compare else None
+    recipe = _recipe_to_train(arguments)
+    trust = arguments.trust_plugins
+    rival = load(arguments.compare, plugins=arguments.plugin, trust_plugins=trust) if arguments.compare else None
     out = arguments.out or _default_folder(recipe.name, resume=arguments.resume)
     if arguments.out is None:
         print(f"run folder: {out}", flush=True)
@@ -78,9 +81,27 @@ def _train(arguments: argparse.Namespace) -> int:
         _fail(error, code=error.exit_code)
         if rival is not None:
             both = ["train", f"{out}/recipe.yaml", "--compare", arguments.compare, "--out", str(out), "--resume"]
+            both += ["--trust-plugins"] * bool(recipe.plugins)
             print(f"statemix: to go on with both: statemix {shlex.join(both)}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _recipe_to_train(arguments: argparse.Namespace) -> "Recipe":
+    """The recipe; one that is resumed may name the parts of its run's plugins, where the user trusts those."""
+    from statemix.recipes import RecipeError, load
+    from statemix.training import plugins_of_run
+
+    plugins, trust = arguments.plugin, arguments.trust_plugins
+    may_take_those_of_the_run = arguments.resume and arguments.out and not plugins
+    if may_take_those_of_the_run and trust:
+        plugins = plugins_of_run(arguments.out, trust_plugins=True)
+    try:
+        return load(arguments.recipe, arguments.overrides, plugins=plugins, trust_plugins=trust)
+    except RecipeError:
+        if may_take_those_of_the_run:
+            plugins_of_run(arguments.out)  # says which files would have to be trusted
+        raise
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -92,7 +113,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     # As at the start of training: the first vectorised exp after matrix products can be slightly wrong.
     torch.zeros(4).exp()
-    model = load_model(arguments.folder)
+    model = load_model(arguments.folder, trust_plugins=arguments.trust_plugins)
     task = load(arguments.folder / "recipe.yaml").training.task.type
     if task != "text":
         raise ValueError(f"folder: expected a model trained on text, got task {task} in {arguments.folder}")
@@ -167,7 +188,9 @@ def _profile(arguments: argparse.Namespace) -> int:
     from statemix.recipes import load
     from statemix.training.profile import profile_training
 
-    recipe = load(arguments.recipe, arguments.overrides, plugins=arguments.plugin)
+    recipe = load(
+        arguments.recipe, arguments.overrides, plugins=arguments.plugin, trust_plugins=arguments.trust_plugins
+    )
     out = arguments.out or _default_folder(f"{recipe.name}-profile", resume=False)
     print(profile_training(recipe, out, steps=arguments.steps, device=arguments.device).table(arguments.rows))
     return 0
@@ -289,6 +312,7 @@ def _add_generate(commands: Commands) -> None:
     command.add_argument("--temperature", type=_temperature, default=0.7, metavar="T", help=temperature_help)
     command.add_argument("--top-k", type=_whole_from(1), metavar="K", help="take one of the K likeliest (default: all)")
     command.add_argument("--seed", type=_whole_from(0), default=0, metavar="S", help="of the sampling (default: 0)")
+    _add_trust(command)
 
 
 def _add_check(commands: Commands) -> None:
@@ -404,8 +428,14 @@ def _add_recipe(command: argparse.ArgumentParser, *, is_required: bool = True) -
     command.add_argument("recipe", metavar="RECIPE", nargs=None if is_required else "?", help=recipe_help)
     overrides_help = "values to change, such as training.steps=100 or layers.delta.mixer.transition=gla"
     command.add_argument("overrides", metavar="key=value", nargs="*", help=overrides_help)
-    plugin_help = "Python file with transitions of your own, named by the snake_case of their classes; may be repeated"
+    plugin_help = "Python file with transitions, mixers or other parts of your own; may be repeated"
     command.add_argument("--plugin", action="append", default=[], type=Path, metavar="FILE.py", help=plugin_help)
+    _add_trust(command)
+
+
+def _add_trust(command: argparse.ArgumentParser) -> None:
+    trust_help = "run the Python files that a run folder brings, which are code of whoever made it"
+    command.add_argument("--trust-plugins", action="store_true", help=trust_help)
 
 
 def _whole_from(least: int) -> Callable[[str], int]:

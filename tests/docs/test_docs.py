@@ -37,7 +37,6 @@ from statemix import cli
 from statemix.blocks import CausalLM, SwiGLU
 from statemix.mixers import Attention, StateMixer
 from statemix.recipes import Recipe, TrainingConfig, load
-from statemix.transitions import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -93,8 +92,6 @@ def process_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     """Each page in a folder of its own; the names and modules that its files bring do not outlive it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("statemix.training.sample.NEW_BYTES", 3)  # a sample is part of the output, not of the point
-    for name in ("_MODULES", "_MODULE_OF_CONFIG"):
-        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
     path, modules = list(sys.path), set(sys.modules)
     yield
     sys.path[:] = path

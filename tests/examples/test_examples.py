@@ -12,7 +12,6 @@ from statemix.harness import Report
 from statemix.harness.user_file import check_file, load_transition
 from statemix.recipes import build, load
 from statemix.training import load_model, train
-from statemix.transitions import registry
 from statemix.transitions.fields_module import recipe_name
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
@@ -58,8 +57,6 @@ def check(name: str, **options: Any) -> Report:
 
 @pytest.fixture(autouse=True)
 def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    for table in ("_MODULES", "_MODULE_OF_CONFIG"):
-        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     monkeypatch.setattr("statemix.training.sample.NEW_BYTES", 3)
 
 

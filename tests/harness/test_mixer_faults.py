@@ -172,10 +172,12 @@ class AssumesDenseInput(Window):
 
 
 class ConvolvesAcrossDocuments(Gated):
-    def _convolve(self, streams: Tensor, conv: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        filtered, history = super()._convolve(streams, conv, cu_seqlens)
-        assert self.convolution is not None
-        return (filtered if cu_seqlens is None else self.convolution(streams, None)[0]), history
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution.register_forward_hook(self._filter_again, with_kwargs=True)
+
+    def _filter_again(self, module: nn.Module, given: Any, options: Any, made: Any) -> Any:
+        return made if options["cu_seqlens"] is None else (module(given[0], None, cu_seqlens=None)[0], made[1])
 
 
 class GivesDocumentsEachOthersState(Window):
@@ -302,7 +304,7 @@ class JoinsTwoPrecisions(Window):
 
 class ForgetsToReset(Gated):
     def reset_parameters(self, *, init_std: float = 0.02, output_scale: float = 1.0) -> None:
-        norm, self.norm = self.norm, None
+        norm, self.norm = self.norm, nn.Identity()
         super().reset_parameters(init_std=init_std, output_scale=output_scale)
         self.norm = norm
 

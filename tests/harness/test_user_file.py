@@ -48,7 +48,6 @@ Write = Callable[..., str]
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     """write("old -> new", ...) -> the target of the toy with these changes."""
-    monkeypatch.setattr("statemix.transitions.plugin._PLUGINS", {})
 
     def to_file(*changes: str, name: str = "Toy") -> str:
         text = TOY

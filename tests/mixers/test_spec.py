@@ -20,13 +20,13 @@ def test_the_type_decides_what_is_built() -> None:
 @pytest.mark.parametrize(
     ("change", "place"),
     [
-        ({"window": 4}, ("state", "window")),
-        ({"conv_sise": 4}, ("state", "conv_sise")),
-        ({"chunk_size": 48}, ("state", "chunk_size")),
-        ({"key_dim": 0}, ("state", "key_dim")),
-        ({"type": "attention"}, ("attention", "key_dim")),
+        ({"window": 4}, ("window",)),
+        ({"conv_sise": 4}, ("conv_sise",)),
+        ({"chunk_size": 48}, ("chunk_size",)),
+        ({"key_dim": 0}, ("key_dim",)),
+        ({"type": "attention"}, ("key_dim",)),
         ({"type": "attn"}, ()),
-        ({"transition": "deltanett"}, ("state", "transition")),
+        ({"transition": "deltanett"}, ("transition",)),
     ],
 )
 def test_a_wrong_option_is_an_error_at_its_place(change: dict[str, Any], place: tuple[str, ...]) -> None:

@@ -53,7 +53,7 @@ def plain(mixer: StateMixer, options: dict[str, Any], hidden: Tensor) -> Tensor:
             state = state @ dense[j][:, t] + value[:, t, j, :, :, None] * key[:, t, j, :, None, :]
         outputs.append((state * query[:, t, 0, :, None, :]).sum(-1) / 6**0.5)
     mixed = torch.stack(outputs, dim=1)
-    if mixer.norm is not None:
+    if isinstance(mixer.norm, RMSNorm):
         mixed = mixer.norm.weight * mixed / (mixed.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     mixed = mixed.flatten(-2)
     if (gate := options.get("output_gate", "none")) != "none":

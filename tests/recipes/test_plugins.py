@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from statemix.recipes import Recipe, RecipeError, build, load
-from statemix.transitions import registry
 
 GATE = """\
 from statemix.transitions import LogDecay, Transition
@@ -28,9 +27,6 @@ Refusal = Callable[..., str]
 @pytest.fixture(autouse=True)
 def plugin_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """toy.py beside the recipe, other/toy.py with another text, and a registry that is as it was afterwards."""
-    for table in ("_MODULES", "_MODULE_OF_CONFIG"):
-        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
-    monkeypatch.setattr("statemix.transitions.plugin._PLUGINS", {})
     (tmp_path / "other").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "toy.py").write_text(GATE)

@@ -83,6 +83,7 @@ CHANGES = {
     "model.vocab_size": 257,
     "model.hidden_size": 20,
     "model.tie_embeddings": True,
+    "model.norm": None,  # one value only
     "model.norm_eps": 1e-3,
     "model.init_std": 0.5,
     "model.num_layers": None,  # checks the stack, changes nothing

@@ -169,9 +169,9 @@ def test_all_faults_are_listed_and_long_lists_are_cut(refusal) -> None:
         ("vocab_size: 256 -> vocab_size: 255", "model.vocab_size: expected 256 or more for task text"),
         (
             "type: state -> type: sate",
-            "layers.delta.mixer.type: expected one of state, attention, got 'sate'; did you mean state?",
+            "layers.delta.mixer.type: expected one of attention, state, got 'sate'; did you mean state?",
         ),
-        ("type: state, -> ", "layers.delta.mixer.type: missing key; expected one of state, attention; add it"),
+        ("type: state, -> ", "layers.delta.mixer.type: missing key; expected one of attention, state; add it"),
         ("type: swiglu -> type: swigl", "layers.delta.mlp.type: expected swiglu, got 'swigl'; did you mean swiglu?"),
         ("layers: -> layers:\n  3: {mixer: {type: attention, num_heads: 2}}", "layers.3: expected a text, got 3"),
         (

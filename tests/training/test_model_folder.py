@@ -1,11 +1,14 @@
 """Saving and loading a model, and what is refused by name."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -102,6 +105,20 @@ def test_a_model_comes_back_in_its_own_dtype(dtype: torch.dtype, make_recipe: Ma
     save_model(model, tmp_path / "folder")
     loaded = load_model(tmp_path / "folder")
     assert next(loaded.parameters()).dtype == dtype and same_tensors(model, loaded)
+
+
+def test_weights_from_before_a_key_of_the_model_had_been_thought_of_still_load(
+    make_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    save_model(build(make_recipe()), tmp_path)
+    file = tmp_path / "model.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        origin = json.loads(opened.metadata()["statemix"])
+    older = yaml.safe_load(origin["recipe"])
+    del older["model"]["norm"]
+    origin["recipe"] = yaml.safe_dump(older)
+    save_file(load_file(file), file, metadata={"statemix": json.dumps(origin)})
+    load_model(tmp_path)
 
 
 def test_a_model_without_weights_is_refused_and_no_folder_is_made(make_recipe: MakeRecipe, tmp_path: Path) -> None:

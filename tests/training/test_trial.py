@@ -9,7 +9,6 @@ import pytest
 from statemix.cli import main
 from statemix.training import trial
 from statemix.training.trial import RIVALS, SOLVED, Run, Setting, TrialReport, trial_settings, try_transition
-from statemix.transitions import registry
 
 GATE = """\
 from statemix.transitions import LogDecay, Transition
@@ -83,9 +82,6 @@ def test_deltanet_recalls_nearly_all_pairs() -> None:
 def test_the_command_names_the_class_prints_a_table_and_writes_a_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for table in ("_MODULES", "_MODULE_OF_CONFIG"):
-        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
-    monkeypatch.setattr("statemix.transitions.plugin._PLUGINS", {})
     monkeypatch.setattr(trial, "trial_settings", lambda seed: brief(steps=1))
     monkeypatch.chdir(tmp_path)
     Path("toy.py").write_text(GATE)

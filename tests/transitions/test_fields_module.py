@@ -24,7 +24,6 @@ from statemix.transitions import (
     UnitKey,
     build_transition,
     register_transition,
-    registry,
 )
 from statemix.transitions.fields_module import fields_module, recipe_name
 
@@ -72,8 +71,6 @@ class Small(Transition):
 
 @pytest.fixture(autouse=True)
 def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    for table in ("_MODULES", "_MODULE_OF_CONFIG"):
-        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     torch.manual_seed(0)
 
 

@@ -16,7 +16,7 @@ from statemix.harness import CATALOGUE
 from statemix.harness.problem import Problem, Sizes, Subject
 from statemix.harness.transition import as_subject
 from statemix.harness.user_file import load_transition
-from statemix.transitions import DiagonalGate, Householder, Product, choice, registry
+from statemix.transitions import DiagonalGate, Householder, Product, choice
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 USER_FILES = ("gdn2", "rwkv7", "comba", "longhorn")
@@ -24,8 +24,6 @@ USER_FILES = ("gdn2", "rwkv7", "comba", "longhorn")
 
 @pytest.fixture(autouse=True)
 def everything_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    for table in ("_MODULES", "_MODULE_OF_CONFIG"):
-        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     monkeypatch.setattr(choice, "device_obstacle", lambda device: None)
     monkeypatch.setattr(choice, "size_obstacle", lambda *sizes: None)  # it refuses float64
 

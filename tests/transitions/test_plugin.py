@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from statemix.transitions import registry, transition_names
-from statemix.transitions.plugin import PluginError, load_plugin, run_file
+from statemix.plugins import PluginError, load_file, run_file
+from statemix.transitions import TRANSITIONS, transition_names
+from statemix.transitions.plugin import transitions_of
 
 GATE = """\
 from statemix.transitions import LogDecay, Transition
@@ -39,9 +40,6 @@ Write = Callable[..., Path]
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     """write(text, name) -> path; the registry is as it was afterwards."""
-    for table in ("_MODULES", "_MODULE_OF_CONFIG"):
-        monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
-    monkeypatch.setattr("statemix.transitions.plugin._PLUGINS", {})
 
     def to_file(text: str, name: str = "toy.py") -> Path:
         file = tmp_path / name
@@ -54,34 +52,34 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
 def test_every_transition_of_a_file_is_registered(write: Write) -> None:
     two = GATE + GATE.replace("ToyGate", "OtherGate").split("\n", 1)[1]
-    plugin = load_plugin(write(two))
-    assert list(plugin.transitions()) == ["ToyGate", "OtherGate"]
+    plugin = load_file(write(two))
+    assert list(transitions_of(plugin)) == ["ToyGate", "OtherGate"]
     assert {"toy_gate", "other_gate"} <= set(transition_names())
 
 
 def test_loading_again_or_loading_a_copy_gives_the_same_classes(write: Write) -> None:
-    first = load_plugin(write(GATE)).transitions()
-    assert load_plugin(write(GATE)).transitions() == first
-    assert load_plugin(write(GATE, "copy/toy.py")).transitions() == first
+    first = transitions_of(load_file(write(GATE)))
+    assert transitions_of(load_file(write(GATE))) == first
+    assert transitions_of(load_file(write(GATE, "copy/toy.py"))) == first
 
 
 def test_a_changed_file_takes_over(write: Write) -> None:
-    first = load_plugin(write(GATE)).transitions()["ToyGate"]
-    second = load_plugin(write(GATE.replace("* state", "* state * 1"))).transitions()["ToyGate"]
-    known = registry.registered("toy_gate")
+    first = transitions_of(load_file(write(GATE)))["ToyGate"]
+    second = transitions_of(load_file(write(GATE.replace("* state", "* state * 1"))))["ToyGate"]
+    known = TRANSITIONS.get("toy_gate")
     assert second is not first and known is not None and known.transition is second  # type: ignore[attr-defined]
 
 
 def test_a_module_that_the_file_registers_is_kept(write: Write) -> None:
-    load_plugin(write(OWN_MODULE))
-    known = registry.registered("toy_gate")
+    load_file(write(OWN_MODULE))
+    known = TRANSITIONS.get("toy_gate")
     assert known is not None and known.formula == "mine"
-    load_plugin(write(GATE))
-    assert registry.registered("toy_gate") is not known
+    load_file(write(GATE))
+    assert TRANSITIONS.get("toy_gate") is not known
 
 
 def test_a_run_file_leaves_nothing_beside_it(write: Write, tmp_path: Path) -> None:
-    load_plugin(write(GATE))
+    load_file(write(GATE))
     assert [path.name for path in tmp_path.iterdir()] == ["toy.py"]
 
 
@@ -108,7 +106,7 @@ def test_a_run_file_leaves_nothing_beside_it(write: Write, tmp_path: Path) -> No
 def test_a_file_that_cannot_be_used_is_named_with_its_line(write: Write, text: str, named: list[str]) -> None:
     file = write(text)
     with pytest.raises(PluginError) as caught:
-        load_plugin(file)
+        load_file(file)
     message = str(caught.value)
     assert message.startswith(f"{file}:")
     for part in named:
@@ -123,5 +121,5 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
 
 def test_a_file_that_failed_can_be_mended(write: Write) -> None:
     with pytest.raises(PluginError):
-        load_plugin(write(GATE.replace("LogDecay", "LogDecoy")))
-    assert list(load_plugin(write(GATE)).transitions()) == ["ToyGate"]
+        load_file(write(GATE.replace("LogDecay", "LogDecoy")))
+    assert list(transitions_of(load_file(write(GATE)))) == ["ToyGate"]
