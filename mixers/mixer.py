@@ -5,6 +5,7 @@
 Shapes: B batch, T time, N packed documents.
 """
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -22,7 +23,7 @@ class Mixer(nn.Module):
     """Base of the mixers, made as ``cls(config, hidden_size=..., norm_eps=...)``.
 
     Attributes:
-        formula: the recurrence in words, which ``statemix show`` prints.
+        formula: the recurrence in words, which ``statemix show`` prints; by default the first line of the docstring.
         capabilities: what it can do; ``statemix.harness`` runs the checks of that.
         known_gaps: name of a check of ``statemix.harness`` -> why this mixer does not meet it.
         further_checks: what else must hold; each gets the mixer in float64 and raises AssertionError, its name and the
@@ -34,6 +35,11 @@ class Mixer(nn.Module):
     capabilities: ClassVar[Capabilities] = Capabilities()
     known_gaps: ClassVar[Mapping[str, str]] = {}
     further_checks: ClassVar[Sequence[Callable[[Any], None]]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "formula" not in vars(cls):
+            cls.formula = inspect.cleandoc(cls.__doc__ or cls.__name__).splitlines()[0].removesuffix(".")
 
     @abstractmethod
     def forward(
@@ -54,9 +60,23 @@ class Mixer(nn.Module):
             ValueError: cu_seqlens of a wrong form.
         """
 
-    @abstractmethod
     def reset_parameters(self, *, init_std: float = 0.02, output_scale: float = 1.0) -> None:
-        """Draw all parameters anew, also after ``to_empty``; ``output_scale`` is for what makes y."""
+        """Draw all parameters anew, also after ``to_empty``.
+
+        Here: linear layers normal(0, init_std), that called ``output`` times output_scale; other parts as they say
+        themselves. A mixer with parameters of its own says how they start.
+        """
+        if next(self.parameters(recurse=False), None) is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: expected a method reset_parameters for its own parameters"
+            )
+        for name, part in self.named_children():
+            if isinstance(part, nn.Linear):
+                nn.init.normal_(part.weight, std=init_std * (output_scale if name == "output" else 1.0))
+                if part.bias is not None:
+                    nn.init.zeros_(part.bias)
+            elif next(part.parameters(), None) is not None:
+                part.reset_parameters()  # type: ignore[operator]
 
     def empty_state(self, rows: int, like: Tensor) -> MixerState:
         """The state of ``rows`` sequences before their first token, with the dtype and device of ``like``."""

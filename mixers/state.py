@@ -9,7 +9,7 @@ K key_dim, W convolution width, L cached keys, D head_dim.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Self, TypeVar
+from typing import Self, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -19,9 +19,13 @@ class StateError(ValueError):
     """A state that does not belong to the layer, the model or the batch it was passed to."""
 
 
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class MixerState:
-    """Base of the states: a frozen dataclass of tensors, each with a row a sequence."""
+    """Base of the states. A class that derives from it is a frozen dataclass of tensors, each with a row a sequence."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
     def select(self, index: Tensor | Sequence[int]) -> Self:
         """Rows ``index`` of the state: reorders, repeats or drops sequences."""
@@ -33,7 +37,6 @@ class MixerState:
         return sum(tensor.nbytes for tensor in _tensors(self))
 
 
-@dataclass(frozen=True)
 class StateMixerState(MixerState):
     """State of a ``StateMixer``: fixed size, whatever the number of tokens seen.
 
@@ -48,7 +51,6 @@ class StateMixerState(MixerState):
     position: Tensor
 
 
-@dataclass(frozen=True)
 class AttentionState(MixerState):
     """State of an ``Attention`` layer: the keys and values that later tokens may still look at.
 

@@ -1,14 +1,17 @@
 """The recipe: what a model is made of and how it is trained, as one validated value."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Self
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from torch import nn
 
-from statemix.blocks import Block, CausalLM
+from statemix.blocks import Block, CausalLM, build_mlp, build_norm
 from statemix.mixers import build_mixer
 
-from .errors import Fault, Inconsistent, did_you_mean, one_of, shown
+from .errors import Fault, Inconsistent, KeyPath, did_you_mean, one_of, shown
 from .stack import LAYER_NAME, expand
 from .task import BYTE_VALUES, MqarTask
 from .training_config import TrainingConfig
@@ -35,6 +38,21 @@ def _only_names(stack: Any) -> Any:
     if wrong:
         raise ValueError(f"expected {wanted}, or a list of those, got {shown(stack)}")
     return stack
+
+
+def _refusal(make: Callable[[], nn.Module]) -> str:
+    """What making a part on the meta device says against it; nothing where it can be made."""
+    try:
+        with torch.device("meta"):
+            make()
+    except ValueError as error:
+        return str(error)
+    except (RuntimeError, TypeError) as error:
+        # torch's way to refuse a size beyond 64 bits.
+        if "verflow" not in str(error):
+            raise
+        return "expected sizes that fit a machine; lower them"
+    return ""
 
 
 class Recipe(BaseModel):
@@ -83,7 +101,7 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        faults = [*self._stack_faults(), *self._mixer_faults(), *self._vocabulary_faults()]
+        faults = [*self._stack_faults(), *self._part_faults(), *self._vocabulary_faults()]
         if faults:
             raise Inconsistent(faults)
         return self
@@ -116,21 +134,18 @@ class Recipe(BaseModel):
             faults.append(Fault(("model", "num_layers"), message))
         return faults
 
-    def _mixer_faults(self) -> list[Fault]:
-        """Sizes that do not go together, found by making each mixer without memory."""
-        faults = []
+    def _part_faults(self) -> list[Fault]:
+        """Sizes that do not go together, found by making each part without memory."""
+        size, eps = self.model.hidden_size, self.model.norm_eps
+        parts: dict[KeyPath, Callable[[], nn.Module]] = {
+            ("model", "norm"): partial(build_norm, self.model.norm, size, eps=eps)
+        }
         for name, layer in self.layers.items():
-            try:
-                with torch.device("meta"):
-                    build_mixer(layer.mixer, hidden_size=self.model.hidden_size, norm_eps=self.model.norm_eps)
-            except ValueError as error:
-                faults.append(Fault(("layers", name, "mixer"), str(error)))
-            except (RuntimeError, TypeError) as error:
-                # torch's way to refuse a size beyond 64 bits.
-                if "verflow" not in str(error):
-                    raise
-                faults.append(Fault(("layers", name, "mixer"), "expected sizes that fit a machine; lower them"))
-        return faults
+            parts["layers", name, "mixer"] = partial(build_mixer, layer.mixer, hidden_size=size, norm_eps=eps)
+            if layer.mlp is not None:
+                parts["layers", name, "mlp"] = partial(build_mlp, layer.mlp, hidden_size=size)
+        refusals = ((path, _refusal(make)) for path, make in parts.items())
+        return [Fault(path, message) for path, message in refusals if message]
 
     def _vocabulary_faults(self) -> list[Fault]:
         task, vocab_size = self.training.task, self.model.vocab_size

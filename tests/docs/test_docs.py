@@ -34,8 +34,8 @@ import yaml
 from pydantic import BaseModel
 
 from statemix import cli
-from statemix.blocks import CausalLM, SwiGLU
-from statemix.mixers import Attention, StateMixer
+from statemix.blocks import MLPS, NORMS, CausalLM
+from statemix.mixers import MIXERS
 from statemix.recipes import Recipe, TrainingConfig, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def test_every_page_is_in_the_navigation_and_in_ascii() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [StateMixer.Config, Attention.Config, SwiGLU.Config, CausalLM.Config, TrainingConfig, Recipe],
+    [*MIXERS.configs(), *MLPS.configs(), *NORMS.configs(), CausalLM.Config, TrainingConfig, Recipe],
     ids=lambda config: config.__qualname__,
 )
 def test_every_key_of_a_recipe_is_explained(config: type[BaseModel]) -> None:
