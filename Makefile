@@ -1,7 +1,7 @@
 # make demo       train the quickstart hybrid beside its attention twin: about two minutes after the install
 # make test       every test but the slow ones
 # make test-all   every test
-# make lint       ruff and mypy
+# make lint       ruff, mypy and the limits on lines of code
 # make compile-matrix   every kernel for every family of GPUs under three versions of Triton, into docs/results; no GPU
 #                       needed, an hour or two the first time, later what has changed
 # make docs       the site of docs/, in build/docs; a broken link is an error
@@ -38,6 +38,7 @@ lint: .venv/.installed-dev
 	.venv/bin/ruff format --check
 	.venv/bin/python tools/link_packages.py
 	.venv/bin/mypy
+	.venv/bin/python tools/code_lines.py
 
 # A folder for each version goes before the packages of .venv, which has the newest of them and torch.
 triton_versions = 3.4.0 3.6.0 3.7.1

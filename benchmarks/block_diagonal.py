@@ -13,8 +13,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from statemix.ops import OPS, Sizes
-from statemix.timed_scan import Record, TimedScan, add_timing_options, exit_code, measure, written_in_turn
+from statemix.benchmarks.ops import OPS, Sizes
+from statemix.benchmarks.timed_scan import Record, TimedScan, add_timing_options, exit_code, measure, written_in_turn
 
 OPS_TIMED = ("deltanet", "gated_deltanet", "kda")
 

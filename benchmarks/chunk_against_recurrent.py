@@ -12,13 +12,21 @@ With sixteen cores: about half a minute to compile, then two minutes. docs/figur
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
-from statemix.ops import OPS, Sizes
-from statemix.timed_scan import Record, TimedScan, add_timing_options, exit_code, measure_forward, written_in_turn
+from statemix.benchmarks.ops import OPS, Sizes
+from statemix.benchmarks.timed_scan import (
+    Record,
+    TimedScan,
+    add_timing_options,
+    exit_code,
+    measure_forward,
+    written_in_turn,
+)
 
 OPS_TIMED = ("deltanet", "gated_deltanet", "kda", "deltaproduct", "gla", "mamba2")
 LENGTHS = tuple(512 << n for n in range(7))
-FORMS = ("chunk", "recurrent")
+FORMS: tuple[Literal["chunk", "recurrent"], ...] = ("chunk", "recurrent")
 
 
 def tasks_of(arguments: argparse.Namespace) -> list[TimedScan]:

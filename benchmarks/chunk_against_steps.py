@@ -11,16 +11,26 @@ import argparse
 import platform
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch.nn import functional as F
 
-from statemix import scan
-from statemix.transitions import DiagonalGate, FixedDecay, Householder, Identity, Product, ScalarGate, Transition
+from statemix.transitions import (
+    DiagonalGate,
+    FixedDecay,
+    Householder,
+    Identity,
+    Product,
+    ScalarGate,
+    Transition,
+    scan,
+)
 
-Make = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Transition]
+Form = Literal["chunk", "recurrent"]
+BuildTransition = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Transition]
 
-TRANSITIONS: dict[str, Make] = {
+TRANSITIONS: dict[str, BuildTransition] = {
     "identity": lambda k, beta, scalar, channels: Identity(),
     "fixed decay": lambda k, beta, scalar, channels: FixedDecay(scalar[0, 0]),
     "scalar gate": lambda k, beta, scalar, channels: ScalarGate(scalar),
@@ -31,6 +41,7 @@ TRANSITIONS: dict[str, Make] = {
         DiagonalGate(channels), Householder(k, beta)
     ),
 }
+FORMS: tuple[Form, ...] = ("chunk", "recurrent")
 
 
 def best_seconds(run: Callable[[], None], repeats: int) -> float:
@@ -42,7 +53,7 @@ def best_seconds(run: Callable[[], None], repeats: int) -> float:
     return min(times)
 
 
-def forward_backward(make: Make, form: str, seq_len: int) -> Callable[[], None]:
+def forward_backward(build: BuildTransition, form: Form, seq_len: int) -> Callable[[], None]:
     generator = torch.Generator().manual_seed(0)
 
     def leaf(*shape: int) -> torch.Tensor:
@@ -55,7 +66,7 @@ def forward_backward(make: Make, form: str, seq_len: int) -> Callable[[], None]:
     leaves = [x.requires_grad_() for x in (q, k, v, beta, scalar, channels)]
 
     def run() -> None:
-        result = scan(q, k, v, make(k, beta, scalar, channels), write=beta, form=form)
+        result = scan(q, k, v, build(k, beta, scalar, channels), write=beta, form=form)
         torch.autograd.grad(result.output.sum() + result.final_state.sum(), leaves, allow_unused=True)
 
     return run
@@ -69,11 +80,11 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     print(f"{platform.processor() or platform.machine()}, {arguments.threads} threads, torch {torch.__version__}")
     print(f"{'B1 H4 K=V=64 float32, T=' + str(arguments.seq_len):<32}{'steps ms':>10}{'chunk ms':>10}{'ratio':>8}")
-    for name, make in TRANSITIONS.items():
-        for form in ("chunk", "recurrent"):
-            forward_backward(make, form, 256)()
-        steps = best_seconds(forward_backward(make, "recurrent", arguments.seq_len), 3)
-        chunk = best_seconds(forward_backward(make, "chunk", arguments.seq_len), 7)
+    for name, build in TRANSITIONS.items():
+        for form in FORMS:
+            forward_backward(build, form, 256)()
+        steps = best_seconds(forward_backward(build, "recurrent", arguments.seq_len), 3)
+        chunk = best_seconds(forward_backward(build, "chunk", arguments.seq_len), 7)
         print(f"{name:<32}{steps * 1e3:>10.0f}{chunk * 1e3:>10.1f}{steps / chunk:>8.1f}")
 
 

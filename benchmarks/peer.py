@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statemix.measured_on import gpu_name, versions
-from statemix.ops import OPS, SHAPES, Operands, Sizes
-from statemix.timing import Timing, time_both_ways
+from statemix.benchmarks.measured_on import gpu_name, versions
+from statemix.benchmarks.ops import OPS, SHAPES, Sizes, random_operands
+from statemix.benchmarks.timing import Timing, time_both_ways
+from statemix.harness.recurrences import Operands
 
 NAME = "flash-linear-attention"
 NOTE = "its refusal of gated backward passes on Hopper was lifted for timing only"
@@ -71,7 +72,7 @@ EARLIER: dict[str, tuple[tuple[float, float], ...]] = {
 }
 
 
-def record(op: str, sizes: Sizes, timing: Timing, told: dict[str, Any]) -> str:
+def record(op: str, sizes: Sizes, timing: Timing, origin: dict[str, Any]) -> str:
     """A line in the words of docs/results."""
     entry = {
         "op": op,
@@ -86,17 +87,17 @@ def record(op: str, sizes: Sizes, timing: Timing, told: dict[str, Any]) -> str:
         "forward_backward_ms": round(timing.forward_backward_ms, 4),
         "peak_mb": round(timing.peak_bytes / 1e6, 1) or None,
         "first_call_s": None,
-        **told,
+        **origin,
     }
     return json.dumps(entry)
 
 
 def print_earlier(ops: Sequence[str]) -> None:
     note = f"measured earlier, not in this run; {NOTE}"
-    told = {"gpu": "NVIDIA H200", "versions": {NAME: "0.6.0"}, "date": "2026-11", "note": note}
+    origin = {"gpu": "NVIDIA H200", "versions": {NAME: "0.6.0"}, "date": "2026-11", "note": note}
     for op in ops:
         for sizes, (forward, both) in zip(SHAPES, EARLIER.get(op, ()), strict=False):
-            print(record(op, sizes, Timing(forward, both, 0), told))
+            print(record(op, sizes, Timing(forward, both, 0), origin))
 
 
 def call_on(op: str, operands: Operands) -> Callable[[], Tensor]:
@@ -111,9 +112,9 @@ def run_one(op: str, num_shapes: int, *, is_warm_up: bool) -> None:
     """Time one op in this process; a warm-up fills the cache of compiled kernels and prints nothing."""
     chunk_o = import_module("fla.ops.common.chunk_o")
     chunk_o.IS_NVIDIA_HOPPER = False  # type: ignore[attr-defined]
-    told = {"gpu": gpu_name("cuda"), "versions": versions(NAME), "date": time.strftime("%Y-%m-%d"), "note": NOTE}
+    origin = {"gpu": gpu_name("cuda"), "versions": versions(NAME), "date": time.strftime("%Y-%m-%d"), "note": NOTE}
     for sizes in SHAPES[: 1 if is_warm_up else num_shapes]:
-        operands = OPS[op].operands(sizes, dtype=torch.bfloat16, device=torch.device("cuda"))
+        operands = random_operands(OPS[op], sizes, dtype=torch.bfloat16, device=torch.device("cuda"))
         operands = operands.map(lambda x: x.requires_grad_(x.ndim > 1))
         call = call_on(op, operands)
         if is_warm_up:
@@ -121,7 +122,7 @@ def run_one(op: str, num_shapes: int, *, is_warm_up: bool) -> None:
             torch.cuda.synchronize()
             continue
         leaves = [x for x in OPS[op].inputs(operands).values() if x.requires_grad]
-        print(record(op, sizes, time_both_ways(call, leaves), told), flush=True)
+        print(record(op, sizes, time_both_ways(call, leaves), origin), flush=True)
 
 
 def run_all(ops: Sequence[str], num_shapes: int) -> None:

@@ -2,10 +2,10 @@
 
     python benchmarks/speed.py [--family additive | delta | all] [--shapes BxTxHxD ...] [--peer] [--out FILE]
 
-Times are medians over CUDA events (``triton.testing.do_bench``), bfloat16, the inputs those of ``statemix.ops``. The
-floor is the bytes that any implementation must move (inputs read and output written once; in backward inputs and
-upstream gradient read, gradients written) over the bandwidth of a large copy measured first. Peak memory is what a
-forward and backward pass allocates above its inputs. The first call is that of a process with an empty Triton cache.
+Times are medians over CUDA events (``triton.testing.do_bench``), bfloat16, on the inputs of ``ops``. The floor is the
+bytes that any implementation must move (inputs read and output written once; in backward inputs and upstream gradient
+read, gradients written) over the bandwidth of a large copy measured first. Peak memory is what a forward and backward
+pass allocates above its inputs. The first call is that of a process with an empty Triton cache.
 
 With --peer, ``peer.py`` times flash-linear-attention where it is installed, which takes five minutes more. Otherwise
 the table has figures measured earlier on an H200, marked so.
@@ -23,12 +23,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from statemix.bench import DTYPES
-from statemix.measured_on import provenance, write_records
-from statemix.ops import OPS, SHAPES, Sizes, names_of
-from statemix.timed_scan import (
+from statemix.benchmarks.bench import DTYPES
+from statemix.benchmarks.measured_on import provenance, write_records
+from statemix.benchmarks.ops import OPS, SHAPES, Sizes, names_of
+from statemix.benchmarks.timed_scan import (
     Record,
     TimedScan,
     described,
@@ -37,7 +38,7 @@ from statemix.timed_scan import (
     measure_bandwidth,
     run_once,
 )
-from statemix.worker_pool import run_isolated
+from statemix.benchmarks.worker_pool import run_isolated
 
 PEER = Path(__file__).with_name("peer.py")
 PEER_NAME = "flash-linear-attention"
@@ -53,8 +54,8 @@ def time_ours(tasks: Sequence[TimedScan], arguments: argparse.Namespace) -> list
         return time.monotonic() - began < arguments.minutes * 60
 
     by_shape = sorted(tasks, key=lambda task: arguments.shapes.index(task.sizes))
-    options = {"timeout_s": TIMEOUT_S, "may_start": may_start}
-    for compiled in run_isolated(run_once, mixed(tasks, arguments), num_workers=arguments.workers, **options):
+    run = partial(run_isolated, timeout_s=TIMEOUT_S, may_start=may_start)
+    for compiled in run(run_once, mixed(tasks, arguments), num_workers=arguments.workers):
         if compiled.failure and not compiled.failure.startswith("OutOfMemoryError"):  # alone it may well fit
             failures[compiled.task] = compiled.failure
     print(
@@ -63,16 +64,16 @@ def time_ours(tasks: Sequence[TimedScan], arguments: argparse.Namespace) -> list
     [bandwidth] = [
         done.result for done in run_isolated(measure_bandwidth, [arguments.device], num_workers=1, timeout_s=60)
     ]
-    told = {**provenance(arguments.device), "copy_gb_s": bandwidth}
+    origin = {**provenance(arguments.device), "copy_gb_s": bandwidth}
     measured: dict[TimedScan, Record] = {}
     firsts: dict[TimedScan, Record] = {}
 
     def record(task: TimedScan) -> Record:
         found = measured.get(task, {"failure": failures.get(task, "not run")})
-        return {**described(task), **with_floors(found, bandwidth), **firsts.get(task, {}), **told}
+        return {**described(task), **with_floors(found, bandwidth), **firsts.get(task, {}), **origin}
 
     right = [task for task in by_shape if task not in failures]
-    for done in run_isolated(measure, right, num_workers=1, **options):
+    for done in run(measure, right, num_workers=1):
         if done.result is None:
             failures[done.task] = done.failure
         else:
@@ -80,8 +81,8 @@ def time_ours(tasks: Sequence[TimedScan], arguments: argparse.Namespace) -> list
         print(f"{done.task.sizes!s:<24}{_line(record(done.task), {})}", flush=True)
         write_records(arguments.out, [record(task) for task in tasks if task in measured])
     if not arguments.no_first_call:
-        wanted = [task for task in tasks if task.op in (arguments.first_call_ops or arguments.ops)]
-        firsts = first_calls(wanted, arguments.first_call_workers, may_start)
+        called = [task for task in tasks if task.op in (arguments.first_call_ops or arguments.ops)]
+        firsts = first_calls(called, arguments.first_call_workers, may_start)
     return [record(task) for task in tasks]
 
 
@@ -98,9 +99,9 @@ def first_calls(tasks: Sequence[TimedScan], num_workers: int, may_start: Callabl
     """Seconds of the first call, for the first shape of each recurrence: of forward, and of both in another process."""
     seconds: dict[TimedScan, Record] = {}
     first = {task.op: task for task in reversed(tasks)}.values()
-    wanted = [replace(task, is_both=is_both) for task in first for is_both in (False, True)]
+    calls = [replace(task, is_both=is_both) for task in first for is_both in (False, True)]
     for done in run_isolated(
-        first_call, wanted, num_workers=num_workers, timeout_s=TIMEOUT_S, may_start=may_start, is_fresh=True
+        first_call, calls, num_workers=num_workers, timeout_s=TIMEOUT_S, may_start=may_start, is_fresh=True
     ):
         key = "first_forward_backward_call_s" if done.task.is_both else "first_call_s"
         value = None if done.result is None else round(done.result, 2)
@@ -182,10 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     records += peer_records(arguments)
     write_records(arguments.out, records)
     failed = [record for record in records if "failure" in record]
-    told = {key: records[0][key] for key in ("gpu", "versions", "date", "source", "copy_gb_s")}
+    origin = {key: records[0][key] for key in ("gpu", "versions", "date", "source", "copy_gb_s")}
     notes = {record["note"] for record in records if "note" in record}
     print(
-        "\n".join([table(records), "", str(told), *(f"{PEER_NAME}: {note}" for note in notes), f"{len(failed)} failed"])
+        "\n".join(
+            [table(records), "", str(origin), *(f"{PEER_NAME}: {note}" for note in notes), f"{len(failed)} failed"]
+        )
     )
     return 1 if failed else 0
 

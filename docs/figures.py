@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from statemix.ops import OPS
+from statemix.benchmarks.ops import OPS
 from statemix.transitions import (
     BlockDiagonal,
     DiagonalGate,

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from statemix.against_float64 import LIMIT_UNDER_EQUAL_KEYS, LIMITS
-from statemix.bench import DTYPES
-from statemix.ops import OPS, SHAPES, Sizes
+from statemix.benchmarks.against_float64 import LIMIT_UNDER_EQUAL_KEYS, LIMITS
+from statemix.benchmarks.bench import DTYPES
+from statemix.benchmarks.ops import OPS, SHAPES, Sizes
 
 DOCS = Path(__file__).parent
 PEER = "flash-linear-attention"
@@ -125,7 +125,7 @@ WHAT_BLOCKS_ARE = """\
 A block-diagonal Householder cuts the K channels of a head into blocks that share its value; their read-outs are summed.
 *Of dense* is the time relative to one dense Householder of the same K, *of heads* relative to as many separate heads as
 there are blocks, each with its share of K and a value of its own; both are of the launches alone, in brackets, where
-those were timed. All rows have states of the same size. A row without a figure has no counterpart: no dense kernel
+those were timed. All have states of the same size. A line without a figure has no counterpart: no dense kernel
 holds so many channels."""
 
 WHAT_FORMS_ARE = """\
@@ -137,7 +137,7 @@ chunk form."""
 NOTHING = "No measurement has been committed yet."
 
 # Times as fast as the peer: forward, and forward and backward, for the first two shapes.
-WANTED = {
+GOALS = {
     SHAPES[0]: {"deltanet": (2.8, 2.7), "gated_deltanet": (2.8, 2.7), "kda": (2.0, 2.7)},
     SHAPES[1]: {"deltanet": (1.5, 1.9), "gated_deltanet": (1.5, 1.9), "kda": (1.5, 1.9)},
 }
@@ -153,7 +153,7 @@ def page(results: Path) -> str:
     )
     return PAGE.format(
         additive=speed(additive) if additive else NOTHING,
-        delta=f"{wanted(delta)}\n\n{speed(delta)}" if delta else NOTHING,
+        delta=f"{goals(delta)}\n\n{speed(delta)}" if delta else NOTHING,
         blocks=block_diagonal(in_blocks) if in_blocks else NOTHING,
         forms=chunk_against_recurrent(forms) if forms else NOTHING,
         additive_errors=errors(by_family["additive"]) if by_family["additive"] else NOTHING,
@@ -161,25 +161,25 @@ def page(results: Path) -> str:
     )
 
 
-def wanted(records: Sequence[Record]) -> str:
+def goals(records: Sequence[Record]) -> str:
     """What the kernels were to reach beside what they reach."""
     rows, reached = [], list[bool]()
-    for sizes, ops in WANTED.items():
+    for sizes, ops in GOALS.items():
         here = [r for r in records if _sizes(r) == sizes and not r["recompute"]]
-        for op, goals in ops.items():
+        for op, pair in ops.items():
             mine, theirs = (
                 next((r for r in here if r["op"] == op and (r["backend"] == PEER) == is_peer), {})
                 for is_peer in (False, True)
             )
             row = [str(sizes), OPS[op].label]
-            for key, goal in zip(("forward_ms", "forward_backward_ms"), goals, strict=True):
+            for key, goal in zip(("forward_ms", "forward_backward_ms"), pair, strict=True):
                 times = theirs[key] / mine[key] if mine.get(key) and theirs.get(key) else None
                 row += [_number(times, 2), f"{goal}"]
                 reached.append(times is not None and times >= goal)
             rows.append(row)
     titles = ["sizes", "recurrence", "forward, times", "wanted", "forward and backward, times", "wanted"]
-    said = f"Wanted beside {PEER}, and reached in {sum(reached)} of {len(reached)} places:"
-    return f"{said}\n\n{_table(titles, rows)}"
+    summary = f"Wanted beside {PEER}, and reached in {sum(reached)} of {len(reached)} places:"
+    return f"{summary}\n\n{_table(titles, rows)}"
 
 
 def block_diagonal(records: Sequence[Record]) -> str:
@@ -200,8 +200,8 @@ def block_diagonal(records: Sequence[Record]) -> str:
     titles = ["recurrence", "layout", "forward", *beside, "forward and backward", *beside, "MB"]
     r = records[0]
     sizes = f"B{r['batch']} T{r['seq_len']} V{r['value_dim']}"
-    told = f"Medians in milliseconds at {sizes}, {r['dtype']}; {_told(records)}."
-    return "\n\n".join([WHAT_BLOCKS_ARE, told, _table(titles, rows)])
+    about = f"Medians in milliseconds at {sizes}, {r['dtype']}; {_origin(records)}."
+    return "\n\n".join([WHAT_BLOCKS_ARE, about, _table(titles, rows)])
 
 
 def chunk_against_recurrent(records: Sequence[Record]) -> str:
@@ -212,7 +212,7 @@ def chunk_against_recurrent(records: Sequence[Record]) -> str:
         tokens=first["batch"] * first["seq_len"], width=first["num_value_heads"] * first["key_dim"]
     )
     picture = "![The chunk form over the recurrent kernel](figures/chunk-against-recurrent.png)"
-    parts = [what, picture, f"Forward only, medians in milliseconds, {first['dtype']}; {_told(records)}."]
+    parts = [what, picture, f"Forward only, medians in milliseconds, {first['dtype']}; {_origin(records)}."]
     dims = sorted({r["key_dim"] for r in records})
     for op in dict.fromkeys(r["op"] for r in records):
         rows = []
@@ -232,7 +232,7 @@ def speed(records: Sequence[Record]) -> str:
     """A table for each shape, the peer's time beside ours."""
     ours = [r for r in records if r["backend"] != PEER]
     parts = [
-        f"Medians in milliseconds, {_told(ours)}. In brackets the launches alone, replayed from a CUDA graph; where "
+        f"Medians in milliseconds, {_origin(ours)}. In brackets the launches alone, replayed from a CUDA graph; where "
         "Python takes longer to start the kernels than they run, the figure before is that of Python. A large copy "
         f"moves {_bandwidths(ours)}. *Times* is the time of {PEER} over ours. The first call is that of a new process "
         "with an empty cache of compiled kernels: forward, and forward and backward."
@@ -277,7 +277,7 @@ def errors(records: Sequence[Record]) -> str:
             rows.append([dtype, str(len(found)), str(cases), str(len(wrong)), *columns])
     titles = ["dtype", "configurations", "cases", "not right", "largest error", "limit", "of a gradient", "limit"]
     names = "; ".join(sorted({OPS[r["op"]].label for r in records}))
-    return "\n\n".join([f"{names}. {_told(records)}. {WHAT_ERRORS_ARE}", _table(titles, rows)])
+    return "\n\n".join([f"{names}. {_origin(records)}. {WHAT_ERRORS_ARE}", _table(titles, rows)])
 
 
 def _largest(records: Iterable[Record], *, is_gradient: bool) -> float:
@@ -285,14 +285,14 @@ def _largest(records: Iterable[Record], *, is_gradient: bool) -> float:
     return max((float(error) for name, (error, _) in found if name.startswith("d ") == is_gradient), default=0.0)
 
 
-def _told(records: Sequence[Record]) -> str:
+def _origin(records: Sequence[Record]) -> str:
     """Device, versions and dates."""
-    said = []
+    origin = []
     for gpu in dict.fromkeys(r["gpu"] for r in records):
-        said.append(gpu)
+        origin.append(gpu)
     for package in ("torch", "triton", "statemix"):
-        said.append(f"{package} {' and '.join(sorted({r['versions'].get(package, '?') for r in records}))}")
-    return ", ".join([*said, " and ".join(sorted({r["date"] for r in records}))])
+        origin.append(f"{package} {' and '.join(sorted({r['versions'].get(package, '?') for r in records}))}")
+    return ", ".join([*origin, " and ".join(sorted({r["date"] for r in records}))])
 
 
 def _bandwidths(records: Sequence[Record]) -> str:

@@ -1,10 +1,16 @@
-"""Products of a chunk under a decay of its own for every channel, by halving blocks; no exponent is above 0.
+"""Products of a chunk under a decay of its own for every channel.
 
     P_ij = sum_c q_ic e^{G_ic - G_jc} k_jc   (j <= i)
 
-A pair i > j lies in the later and the earlier half of exactly one block of 2w rows, w = C/2, C/4, .. 1. At that level
-the exponent splits at the boundary between the halves into two sums of gates, each <= 0, of which row i needs only the
-first and row j only the second. So each row has *one* factor a level,
+*From the chunk's start*, where decay is moderate: P = (q e^G)(k e^-G)^T. e^-G is at most 2^LIMIT, which bfloat16 holds
+as it holds 1, so no pair is less exact for it; float16 holds less. Pairs in the wrong order may be as large, and are
+cut out. A row is *steep* from the first one on up to which a channel decays by more. Whether a row is steep depends on
+no later one, or outputs would.
+
+*By levels*, for pairs of steep rows: blocks are halved, and no exponent is above 0. A pair i > j lies in the later and
+the earlier half of exactly one block of 2w rows, w = C/2, C/4, .. 1. At that level the exponent splits at the boundary
+between the halves into two sums of gates, each <= 0, of which row i needs only the first and row j only the second. So
+each row has *one* factor a level,
 
     E_i = e^{sum of gates from the later half's first row to i}          for a row of a later half
     E_j = e^{sum of gates after j to the earlier half's last row}        for a row of an earlier half
@@ -28,7 +34,42 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch
-from .tile_triton import bounded
+from .tile_triton import bounded, load_step
+
+LIMIT = tl.constexpr(64.0)
+FLOAT16_LIMIT = tl.constexpr(4.0)
+
+
+@triton.jit
+def first_steep(gates, CHUNK: tl.constexpr, dtype: tl.constexpr):
+    """The first steep row of cumulative gates [C, BLOCK_K], C for none; a NaN is steep."""
+    limit: tl.constexpr = FLOAT16_LIMIT if dtype == tl.float16 else LIMIT
+    is_steep = tl.min(tl.where(gates == gates, gates, -float("inf")), axis=1) < -limit
+    return tl.min(tl.where(is_steep, tl.arange(0, CHUNK), CHUNK), axis=0)
+
+
+@triton.jit
+def cumulative_gates(
+    log_decay_ptr,
+    start,
+    steps,
+    valid,
+    columns,
+    STRIDE: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """G of a chunk and each row's own gate, base 2, [C, BLOCK_K] float32."""
+    gate = load_step(log_decay_ptr, start, steps, valid, columns, STRIDE, K, BLOCK_K, STEPS, 0)
+    high, low = split_gate(gate, PRECISION)
+    if PRECISION == "tf32":
+        up_to = (steps[:, None] >= steps[None, :]).to(tl.float16)
+        gates = tl.dot(up_to, high, tl.dot(up_to, low))
+    else:
+        gates = tl.dot((steps[:, None] >= steps[None, :]).to(tl.float32), high, input_precision=PRECISION)
+    return gates, bounded(gate.to(tl.float32))
 
 
 @triton.jit

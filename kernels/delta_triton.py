@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .channel_gradients_triton import channel_gradients, erasure_gradients
+from .channel_gradients_triton import channel_row_gradients
 from .channel_pairs_triton import channel_erasures
 from .delta_gradients_triton import RowGradients, delta_gradients
 from .delta_operands import DeltaGradients, DeltaOperands
@@ -108,22 +108,25 @@ def delta_backward(
         operands, products, plan, maps, grad_output, grad_final, scale=scale, output=residual, states=grad_states
     )
     given = (operands, grad_output, corrected, residual)
+    config, at_borders = plan.config, (states, grad_states, plan.cut.chunks)
     if _is_diagonal(operands):
-        grads = _channel_row_gradients(*given, states, grad_states, plan, scale=scale, needs_gate=needs_decay_grad)
+        grads = channel_row_gradients(
+            *(*given, *at_borders),
+            scale=scale,
+            tiles=config.channel_gradients,
+            pair_tiles=config.products,
+            pair_registers=config.product_registers,
+        )
     else:
         grads = delta_gradients(
-            *given,
-            products.gate,
-            states,
-            grad_states,
-            plan.cut.chunks,
+            *(*given, products.gate, *at_borders),
             scale=scale,
-            tiles=plan.config.gradients,
-            pair_tiles=plan.config.products,
-            pair_registers=plan.config.product_registers,
+            tiles=config.gradients,
+            pair_tiles=config.products,
+            pair_registers=config.product_registers,
             needs_gate=needs_decay_grad and products.gate is not None,
         )
-    return _gradients(grads, operands, d_initial)
+    return _gradients(grads if needs_decay_grad else grads._replace(gate=None), operands, d_initial)
 
 
 def _plan(operands: DeltaOperands) -> _Plan:
@@ -277,32 +280,6 @@ def _walk_reverse(
         inputs = inputs._replace(initial=updates)
     delta_walk(inputs, spans, tiles=plan.config.reverse, output=output, states=states, final=end, reverse=True)
     return d_initial
-
-
-def _channel_row_gradients(
-    operands: DeltaOperands,
-    grad_output: Tensor,
-    corrected: Tensor,
-    residual: Tensor,
-    states: Tensor,
-    grad_states: Tensor,
-    plan: _Plan,
-    *,
-    scale: float,
-    needs_gate: bool,
-) -> RowGradients:
-    """Under a diagonal decay: of queries that read U, and of erasures, which are queries with the gradient -dR."""
-    assert operands.log_decay is not None
-    chunks, tiles = plan.cut.chunks, plan.config.channel_gradients
-    reads = channel_gradients(
-        *(operands.q, operands.b, corrected, operands.log_decay, grad_output, states, grad_states, chunks),
-        scale=scale,
-        tiles=tiles,
-        num_steps=operands.num_steps,
-    )
-    made = erasure_gradients(operands, corrected, residual, states, reads, chunks, tiles=tiles)
-    gate = reads.gate if needs_gate else None
-    return RowGradients(reads.q, made.a, reads.k, made.v, made.rate, made.weight, gate)
 
 
 def _gradients(grads: RowGradients, operands: DeltaOperands, d_initial: Tensor) -> DeltaGradients:

@@ -4,10 +4,11 @@
 
     dg_t = sum over pairs j < t <= i of  dP_ij q_i^T b_j  +  r_i dA_ij a_i^T b_j
 
-dP and dA are stored transposed, for the kernel that makes the other gradients: beside those their products spill. A
-scalar gate gets exactly the pairs that it lies between: the difference of two cumulative sums over rows would be the
-same number, and under strong decay nothing but rounding. A row i that reads before its own decay leaves its own gate
-out.
+with e^L of a scalar decay: a diagonal one comes in with q, a and b, and its dP has no diagonal, which is stored by
+itself. dP and dA are stored transposed, for the kernel that makes the other gradients: beside those their products
+spill. A scalar gate gets exactly the pairs that it lies between: the difference of two cumulative sums over rows would
+be the same number, and under strong decay nothing but rounding. A row i that reads before its own decay leaves its own
+gate out.
 
 Work split: one program a (chunk, head). Bytes a row and head, 16-bit, K = V = 128, C = 64: reads U, dO, dR (768; v for
 dw, 256), writes dP, dA and dv (512), which is the floor; under a scalar decay also the gate (8), for whose gradient q,
@@ -18,6 +19,7 @@ Oracle: autograd through ``chunk.py``.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -46,14 +48,15 @@ def _pair_gradients_kernel(
     a_ptr,  # [rows, HA, K], or None for b
     b_ptr,  # [rows, HB, K]
     v_ptr,  # [rows, HO, V]
-    corrected_ptr,  # U, [rows, HV, V]
+    corrected_ptr,  # U or v, [rows, HV, V]
     grad_ptr,  # dO, [tokens, HO, V]
-    residual_ptr,  # dR, [rows, HV, V]
+    residual_ptr,  # dR, [rows, HV, V]; None without erasures
     rate_ptr,  # [rows, HV], or None for 1
     weight_ptr,  # [rows, HV], or None for 1: then dR is dv
     gate_ptr,  # scalar decay: [2, HV, rows] of cumulative_gate; else None
     reads_ptr,  # dP^T, [chunks, HV, C, C]
-    erasures_ptr,  # dA^T, [chunks, HV, C, C]
+    erasures_ptr,  # dA^T, [chunks, HV, C, C]; None without erasures
+    own_ptr,  # dP of a row with itself under a diagonal decay, [rows, HV] float32; else None, and it is in dP
     dv_ptr,  # [rows, HV, V]; None without weight
     dweight_ptr,  # [rows, HV]; None without weight
     dgate_ptr,  # [tokens, HV] float32, or None
@@ -90,8 +93,8 @@ def _pair_gradients_kernel(
     scalars = start * HV + head
     grad_ptr += head // (HV // HO) * V
     corrected_ptr += scalars * V
-    residual_ptr += scalars * V
-
+    if residual_ptr is not None:
+        residual_ptr += scalars * V
     reads = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     erasures = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
     if weight_ptr is not None:
@@ -101,9 +104,11 @@ def _pair_gradients_kernel(
         columns = block * BLOCK + tl.arange(0, BLOCK)
         u = load_rows(corrected_ptr, steps, valid, columns, HV * V, V, BLOCK)
         grad = load_step(grad_ptr, start, steps, valid, columns, HO * V, V, BLOCK, STEPS, STEPS - 1)
-        residual = load_rows(residual_ptr, steps, valid, columns, HV * V, V, BLOCK)
+        if residual_ptr is not None:  # loaded before the first product: after it, registers spill
+            residual = load_rows(residual_ptr, steps, valid, columns, HV * V, V, BLOCK)
         reads = tl.dot(u, tl.trans(grad), reads, input_precision=PRECISION)
-        erasures = tl.dot(u, tl.trans(residual), erasures, input_precision=PRECISION)
+        if residual_ptr is not None:
+            erasures = tl.dot(u, tl.trans(residual), erasures, input_precision=PRECISION)
         if weight_ptr is not None:
             dweight += store_value_gradients(
                 residual, v_ptr, dv_ptr, weight, start, head, steps, valid, columns, HO, HV, V
@@ -111,7 +116,13 @@ def _pair_gradients_kernel(
     if weight_ptr is not None:
         place = dweight_ptr + scalars + steps * HV
         tl.store(place, dweight.to(dweight_ptr.dtype.element_ty), mask=valid)
-    reads = tl.where(not_later, reads * scale, 0.0)
+    reads *= scale
+    if own_ptr is not None:
+        own = tl.sum(tl.where(steps[:, None] == steps[None, :], reads, 0.0), axis=1)
+        tl.store(own_ptr + scalars + steps * HV, own, mask=valid)
+        reads = tl.where(before, reads, 0.0)
+    else:
+        reads = tl.where(not_later, reads, 0.0)
     erasures = tl.where(before, -erasures, 0.0)
     if DECAY == SCALAR:
         high, low, _, _ = load_gate(gate_ptr, start, head, steps, count, rows, HV)
@@ -123,7 +134,8 @@ def _pair_gradients_kernel(
         erasures *= factor
     place = (chunk * HV + head) * CHUNK * CHUNK + steps[:, None] * CHUNK + steps[None, :]
     tl.store(reads_ptr + place, reads.to(dtype))
-    tl.store(erasures_ptr + place, erasures.to(dtype))
+    if erasures_ptr is not None:
+        tl.store(erasures_ptr + place, erasures.to(dtype))
 
     if dgate_ptr is not None:
         if rate_ptr is not None:
@@ -167,13 +179,15 @@ class PairGradients(NamedTuple):
     """What the kernel makes.
 
     Attributes:
-        reads, erasures: dP and dA, transposed, [chunks, HV, C, C].
+        reads, erasures: dP and dA, transposed, [chunks, HV, C, C]; dA is None without erasures.
+        own: the diagonal of dP under a diagonal decay, [B R, HV] float32; None where it is in dP.
         v: dv, [B, R, HV, V].
         weight: dw, [B, R, HV] in the dtype of w; None where that is None.
     """
 
     reads: Tensor
-    erasures: Tensor
+    erasures: Tensor | None
+    own: Tensor | None
     v: Tensor
     weight: Tensor | None
 
@@ -182,18 +196,19 @@ def pair_gradients(
     operands: DeltaOperands,
     grad: Tensor,
     corrected: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     gate: Tensor | None,
     chunks: Spans,
     *,
     scale: float,
     tiles: Tiles,
-    max_registers: int | None,
-    dgate: Tensor | None,
+    max_registers: int | None = None,
+    dgate: Tensor | None = None,
 ) -> PairGradients:
-    """Gradients of pairs of rows, without a diagonal decay; rows of no document get zeros.
+    """Gradients of pairs of rows; rows of no document get zeros.
 
     Args:
+        corrected, residual: U and dR; v and None without erasures.
         tiles: of the products.
         max_registers: unless a gate gets its gradient, which would spill.
         dgate: [B T, HV] float32 to fill with what the pairs give to a scalar gate, or None.
@@ -202,18 +217,21 @@ def pair_gradients(
     heads, size = operands.num_heads, chunks.length
     # q, a and b are read for a gate only
     block = tiles.fitted_to(v.shape[-1] if dgate is None else max(q.shape[-1], v.shape[-1]))
-    pairs = q.new_empty(2, chunks.count, heads, size, size)
+    pairs, own = q.new_empty(1 if residual is None else 2, chunks.count, heads, size, size), None
+    if operands.log_decay is not None and gate is None:
+        own = chunks.rows_like(q, v.shape[0] * v.shape[1], heads, dtype=torch.float32)
     made = PairGradients(
         pairs[0],
-        pairs[1],
-        residual if weight is None else chunks.rows_like(residual),
+        None if residual is None else pairs[1],
+        own,
+        corrected if residual is None else residual if weight is None else chunks.rows_like(residual),
         None if weight is None else chunks.rows_like(weight),
     )
     launch(
         _pair_gradients_kernel,
         (chunks.count * heads,),
         (
-            *(q, a, b, v, corrected, grad, residual, rate, weight, gate, made.reads, made.erasures),
+            *(q, a, b, v, corrected, grad, residual, rate, weight, gate, made.reads, made.erasures, own),
             *(None if weight is None else made.v, made.weight, dgate),
             chunks.table,
             scale,

@@ -1,4 +1,4 @@
-"""Tile sizes found by ``statemix bench --tune``, as a file that can be kept and used again.
+"""Tile sizes from a file that ``statemix bench --tune`` wrote.
 
     {"format": 2, "rows": [{"kernels": "additive", "family": "sm_90", "key_dim": 128, "value_dim": 128,
                             "dtype": "bfloat16",
@@ -10,9 +10,9 @@ where a head has several. ``measured`` says where the row comes from; it is for 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,8 +33,7 @@ from .launch_config import (
 
 FORMAT = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_CONFIGS: dict[str, type[Config]] = {"additive": AdditiveConfig, "delta": DeltaConfig}
+CONFIGS: dict[str, type[Config]] = {"additive": AdditiveConfig, "delta": DeltaConfig}
 _CHUNK_SIZES = {AdditiveConfig: (16, 32, 64, 128), DeltaConfig: (16, 32, 64)}  # larger ones have no inverse
 _ALLOWED: dict[str, Sequence[int]] = {
     "block": (16, 32, 64, 128, 256),
@@ -97,23 +96,6 @@ def load_tuning(path: str | Path) -> list[TunedRow]:
     return rows
 
 
-def save_tuning(path: str | Path, rows: Sequence[tuple[TunedRow, Mapping[str, Any]]]) -> None:
-    """Write rows, each with what was measured."""
-    written = [
-        {
-            "kernels": next(name for name, config in _CONFIGS.items() if type(row.config) is config),
-            "family": row.family,
-            "key_dim": row.key_dim,
-            "value_dim": row.value_dim,
-            "dtype": _NAMES[row.dtype],
-            "config": asdict(row.config),
-            "measured": dict(measured),
-        }
-        for row, measured in rows
-    ]
-    Path(path).write_text(json.dumps({"format": FORMAT, "rows": written}, indent=2) + "\n", encoding="utf-8")
-
-
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object whose keys all differ: the last of two would win."""
     found = dict(pairs)
@@ -126,9 +108,9 @@ def _row(content: Any, place: str) -> TunedRow:
     names = ("kernels", "family", "key_dim", "value_dim", "dtype", "config")
     row = _mapping(content, place, names, optional=("measured",))
     families = (*FAMILIES, "interpreter")
-    kernels = _one_of(row["kernels"], tuple(_CONFIGS), f"{place}.kernels")
+    kernels = _one_of(row["kernels"], tuple(CONFIGS), f"{place}.kernels")
     family = cast(Family, _one_of(row["family"], families, f"{place}.family"))
-    config = _config(_CONFIGS[kernels], row["config"], f"{place}.config")
+    config = _config(CONFIGS[kernels], row["config"], f"{place}.config")
     if family == "gfx942" and isinstance(config, DeltaConfig) and config.product_registers is not None:
         limit = config.product_registers
         raise ValueError(f"{place}.config.product_registers: expected null on gfx942, which has no limit, got {limit}")
@@ -143,10 +125,10 @@ def _row(content: Any, place: str) -> TunedRow:
 
 def _config(kind: type[Config], content: Any, place: str) -> Config:
     """Every field of the configuration, and no other."""
-    given = _mapping(content, place, tuple(field.name for field in fields(kind)))
+    values_by_name = _mapping(content, place, tuple(field.name for field in fields(kind)))
     values: dict[str, Any] = {}
     for field in fields(kind):
-        value, where = given[field.name], f"{place}.{field.name}"
+        value, where = values_by_name[field.name], f"{place}.{field.name}"
         if field.type is Tiles:
             values[field.name] = _tiles(value, where)
         elif field.name == "chunk_size":
@@ -160,8 +142,8 @@ def _config(kind: type[Config], content: Any, place: str) -> Config:
 
 def _tiles(content: Any, place: str) -> Tiles:
     names = tuple(field.name for field in fields(Tiles))
-    given = _mapping(content, place, names)
-    return Tiles(**{name: _number(given[name], name, f"{place}.{name}") for name in names})
+    values_by_name = _mapping(content, place, names)
+    return Tiles(**{name: _number(values_by_name[name], name, f"{place}.{name}") for name in names})
 
 
 def _number(value: Any, name: str, place: str) -> int:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
 
 MADE_BY_COMMANDS = {"build", "dist", "runs"}
-NOT_INSTALLED = {"tests", "benchmarks", "examples", "docs", "tools"}
+NOT_INSTALLED = {"tests", "examples", "docs", "tools"}
 
 
 def source_folders() -> list[Path]:

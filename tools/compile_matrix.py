@@ -2,22 +2,25 @@
 
     make compile-matrix                                  the three versions, and docs/results/compile-matrix.json
     python tools/compile_matrix.py build/triton-3.6.0    the same with the versions in these folders
+    python tools/compile_matrix.py                       compile nothing: what is missing, or the JSON with new names
     python tools/compile_matrix.py --sample sm_90        a few variants under the installed Triton, as JSON lines
+    python tools/compile_matrix.py --launches FILE       every launch of every call, to compare two states of the code
 
 A folder is what ``pip install --target`` made; it goes before the environment's own packages. Results are kept in
 build/compile-matrix.jsonl as they come and are found again by the digest of a variant's code and settings, so a second
-run compiles what changed. When it is what a result says that changes, remove that file and the JSON first.
+run compiles what changed; other names, comments and places change nothing. When it is what a result says that changes,
+remove that file and the JSON first.
 
 The JSON holds one line a variant, with a list for each version of Triton; its names stand in "columns". "compiled" says
 which families are complete under which version: those asked for, and what earlier runs have left.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
@@ -30,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))  # `make` exports PYTHONSAFEPATH
 
+import torch  # noqa: E402
 import triton  # noqa: E402
 from compiler_process import CompilerProcess  # noqa: E402
 from kernel_calls import SAMPLE, configurations, label, record  # noqa: E402
@@ -49,6 +53,7 @@ def main() -> None:
     parser.add_argument("--sample", choices=FAMILIES, help="compile a sample for this family")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="leave out the others")
     parser.add_argument("--keep", action="store_true", help="compile all under the installed Triton into build/")
+    parser.add_argument("--launches", type=Path, help="write every launch into this file")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("TRITON_INTERPRET: expected it to be unset, since interpreted kernels cannot be compiled")
@@ -59,30 +64,16 @@ def main() -> None:
             print(json.dumps(line), flush=True)
     elif arguments.keep:
         keep_all(arguments.families)
-    elif arguments.folders:
+    elif arguments.launches:
+        write_launches(arguments.launches)
+    else:
         families = tuple(arguments.families)
         for folder in arguments.folders:
             path = {"PYTHONPATH": str(folder.resolve())}
             command = [sys.executable, __file__, "--keep", "--families", *families]
             subprocess.run(command, check=True, env=os.environ | path)
         versions = [folder.name.removeprefix("triton-") for folder in arguments.folders]
-        sys.exit(write_matrix(versions, families) > 0)
-    else:
-        parser.error("expected folders, --sample or --keep")
-
-
-def source_hash() -> str:
-    """Digest of the kernels, their hosts, their tiles and the calls; the same in every Python and Triton."""
-    digest = hashlib.sha256()
-    for file in sources():
-        digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
-def sources() -> list[Path]:
-    kernels = ROOT / "kernels"
-    hosts = [kernels / name for name in ("launch.py", "launch_config.py", "spans.py")]
-    return [*sorted(kernels.glob("*_triton.py")), *hosts, ROOT / "tools" / "kernel_calls.py"]
+        sys.exit(write_matrix(versions or list(json.loads(MATRIX.read_text())["compiled"]), families) > 0)
 
 
 def calls_by_variant(families: Iterable[Family], calls: Iterable[Any] | None = None) -> dict[Variant, str]:
@@ -145,15 +136,18 @@ def write_matrix(versions: list[str], families: tuple[Family, ...]) -> int:
     results = {(line["key"], line["triton"]): [line[name] for name in COLUMNS] for line in kept()}
     variants = {family: calls_by_variant([family]) for family in FAMILIES}
 
-    def complete_under(version: str) -> list[Family]:
-        return [family for family in FAMILIES if all((x.key, version) in results for x in variants[family])]
+    def missing(version: str, family: Family) -> list[Variant]:
+        return [variant for variant in variants[family] if (variant.key, version) not in results]
 
-    compiled = {
-        version: complete_under(version) for version in sorted({version for _, version in results}, key=_numbers)
-    }
-    for version, family in product(versions, families):
-        if family not in compiled.get(version, []):
-            sys.exit(f"{family} is not complete under Triton {version}: the kernels changed; run make compile-matrix")
+    known = sorted({version for _, version in results}, key=_numbers)
+    compiled = {version: [family for family in FAMILIES if not missing(version, family)] for version in known}
+    incomplete = [
+        f"{family} is not complete under Triton {version}: {dict(Counter(x.kernel for x in missing(version, family)))}"
+        for version, family in product(versions, families)
+        if missing(version, family)
+    ]
+    if incomplete:
+        sys.exit("\n".join([*incomplete, "the kernels changed; run make compile-matrix"]))
     compiled = {version: complete for version, complete in compiled.items() if complete}
     entries = []
     for family in FAMILIES:
@@ -163,7 +157,7 @@ def write_matrix(versions: list[str], families: tuple[Family, ...]) -> int:
             entry |= {name: getattr(variant, name) for name in ("num_warps", "num_stages", "max_registers")}
             entries.append(entry | {"results": {version: results[variant.key, version] for version in complete}})
     lines = ",\n".join(json.dumps(entry) for entry in entries)
-    head = json.dumps({"sources": source_hash(), "compiled": compiled, "columns": COLUMNS})
+    head = json.dumps({"compiled": compiled, "columns": COLUMNS})
     MATRIX.parent.mkdir(parents=True, exist_ok=True)
     MATRIX.write_text(f'{head[:-1]}, "variants": [\n{lines}\n]}}\n')
     return summarize(entries, compiled)
@@ -187,6 +181,26 @@ def summarize(entries: list[dict[str, Any]], compiled: dict[str, list[Family]]) 
             shared, seconds = max(row["shared"] for row in rows), max(row["seconds"] for row in rows)
             print(f"{version:8}{family:8}{len(rows):9}{faulty:9}{spilling:9}{shared:9}{slow:9}{seconds:9.1f}")
     return faults
+
+
+def write_launches(path: Path) -> None:
+    """One line a launch: its call, the key of its variant, its grid and its arguments, in the order of the launches."""
+    with path.open("w") as file:
+        for family, configuration in product(FAMILIES, configurations()):
+            launches = record(configuration, family)
+            places: dict[int, int] = {}  # of memory, in the order in which launches name it
+            for launch, variant in zip(launches, variants_of(launches, family), strict=True):
+                arguments = [_argument(value, places) for value in launch.args]
+                line = [family, label(configuration), variant.key, launch.grid, arguments]
+                file.write(json.dumps(line) + "\n")
+
+
+def _argument(value: Any, places: dict[int, int]) -> Any:
+    """A number as it is; a tensor by type, shape, strides and where it lies."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    place = places.setdefault(value.untyped_storage()._cdata, len(places))
+    return [str(value.dtype), value.shape, value.stride(), place, value.storage_offset()]
 
 
 if __name__ == "__main__":

@@ -1,17 +1,23 @@
 """The calls whose kernels are compiled ahead of time: every kind of decay, head size, element type and layout.
 
+Those that any transition may lead to are combined here; those of the recurrences that are timed come from the list of
+the harness, so that a new one is compiled too.
+
 A call runs on the meta device and its launches are recorded, so nothing here needs a GPU. A new family of kernels is
 one more entry of ``CALLS`` and of ``configurations``.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from statemix.harness import Sizes
+from statemix.harness.catalogue import InRange
+from statemix.harness.recurrences import RECURRENCES, NamedRecurrence
 from statemix.kernels.additive_operands import AdditiveOperands
 from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import Launch, recording
@@ -43,7 +49,7 @@ FEW_HEADS = Layout(1, 32768, 16, 16, 16)  # cut into segments
 FEW_WIDE_HEADS = Layout(1, 32768, 2, 2, 2)  # cut at any width
 GROUPED_HEADS = Layout(2, 8192, 4, 2, 8)
 
-# Layout, is_packed, has_state and saves: one row, and rows in which each value occurs, cut into segments or not.
+# Layout, is_packed, has_state and saves: one, and some in which each value occurs, cut into segments or not.
 ONE = ((MANY_HEADS, False, True, True),)
 EACH_VALUE = (*ONE, (FEW_HEADS, True, False, False), (FEW_HEADS, False, True, True))
 
@@ -60,12 +66,12 @@ class Configuration:
         gate_dtype: of log_decay.
         layout: batch, length and heads.
         is_packed: documents with offsets in place of a batch.
-        has_state: an initial state, a gradient of the final state, and a gradient of the decay wanted.
+        has_state: an initial state, and gradients of the final state and of the decay.
         saves: forward keeps what backward needs; otherwise backward computes it again.
-        num_steps: n, rows a token; this and what follows are of the delta family.
+        num_steps: n, micro-steps a token; this and what follows are of the delta family.
         is_tied: a is b.
-        reads_before_decay: the first row of a token reads the state before its decay.
-        has_factors: a rate and a weight for every row.
+        reads_before_decay: the first micro-step of a token reads the state before its decay.
+        has_factors: a rate and a weight for every micro-step.
         blocks: of the heads that share a value.
     """
 
@@ -87,7 +93,34 @@ class Configuration:
 
 
 def configurations() -> Iterator[Configuration]:
-    """Every call that is compiled ahead: each kind of decay meets each head size, since those two choose the tiles."""
+    """Every call that is compiled ahead, once."""
+    of_recurrences = (configuration_of(x) for x in RECURRENCES.values() if x.is_timed)
+    yield from dict.fromkeys(chain(_combinations(), of_recurrences))
+
+
+def configuration_of(recurrence: NamedRecurrence) -> Configuration:
+    """The call of a recurrence with heads, or blocks, of 128 channels."""
+    x, uses, blocks = recurrence, recurrence.uses, recurrence.blocks
+    transition, _ = x.build(x.draw(Sizes(seq_len=1, key_dim=2 * blocks), InRange(torch.Generator())))
+    decays: dict[str, Decay] = {"fixed_decay": "fixed", "scalar_decay": "scalar", "channel_decay": "diagonal"}
+    decay = next((decays[name] for name in uses if name in decays), "none")
+    if x.kernels == "additive":
+        return Configuration("additive", decay, 128, 128)
+    return Configuration(
+        "delta",
+        decay,
+        128,
+        128,
+        num_steps=2 * x.count if "direction" in uses else x.count,  # in another direction a write has its own
+        is_tied="channel_rate" not in uses,
+        has_factors="channel_rate" not in uses,
+        reads_before_decay=transition.lower().reads_before_decay,
+        blocks=blocks,
+    )
+
+
+def _combinations() -> Iterator[Configuration]:
+    """Each kind of decay meets each head size, since those two choose the tiles."""
     for decay, (key_dim, value_dim) in product(DECAYS, HEAD_SIZES):
         yield Configuration("recurrent", decay, key_dim, value_dim)
         is_usual = key_dim == value_dim == 128
@@ -148,7 +181,7 @@ def _block_configurations(decay: Decay) -> Iterator[Configuration]:
 
 
 def _delta_recurrent_configurations() -> Iterator[Configuration]:
-    """Few: the tiles are those of the additive family, and only the rows of a token differ."""
+    """Few: the tiles are those of the additive family, and only the micro-steps of a token differ."""
     name = "delta_recurrent"
     for decay in DELTA_DECAYS:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -181,13 +214,18 @@ def label(configuration: Configuration) -> str:
         words.append(f"n{c.num_steps}")
     if c.blocks > 1:
         words.append(f"blocks{c.blocks}")
-    said = {"packed": c.is_packed, "state": c.has_state, "saved": c.saves, "16-bit gate": c.gate_dtype != torch.float32}
-    said |= {"free": not c.is_tied, "reads before decay": c.reads_before_decay, "no factors": not c.has_factors}
-    return " ".join(words + [word for word, holds in said.items() if holds])
+    switches = {
+        "packed": c.is_packed,
+        "state": c.has_state,
+        "saved": c.saves,
+        "16-bit gate": c.gate_dtype != torch.float32,
+    }
+    switches |= {"free": not c.is_tied, "reads before decay": c.reads_before_decay, "no factors": not c.has_factors}
+    return " ".join(words + [word for word, is_on in switches.items() if is_on])
 
 
 def record(configuration: Configuration, family: Family) -> list[Launch]:
-    """The launches of a call as a device of ``family`` would be given them."""
+    """The launches of a call as a device of ``family`` would get them."""
     with compile_for(family), recording() as launches:
         CALLS[configuration.kernels](configuration)
     return launches
@@ -236,14 +274,14 @@ def _inputs(c: Configuration) -> AdditiveOperands:
 def _delta_inputs(c: Configuration) -> DeltaOperands:
     """Meta tensors of a configuration of the delta family; an a of its own has a head for each state."""
     batch, seq_len = _tokens(c)
-    rows, heads = (batch, seq_len * c.num_steps), c.layout.value_heads
+    micro_steps, heads = (batch, seq_len * c.num_steps), c.layout.value_heads
     return DeltaOperands(
         q=_empty(batch, seq_len, c.layout.query_heads, c.key_dim, dtype=c.dtype),
-        a=None if c.is_tied else _empty(*rows, heads, c.key_dim, dtype=c.dtype),
-        b=_empty(*rows, c.layout.key_heads, c.key_dim, dtype=c.dtype),
-        v=_empty(*rows, heads // c.blocks, c.value_dim, dtype=c.dtype),
-        rate=_empty(*rows, heads, dtype=c.gate_dtype) if c.has_factors else None,
-        weight=_empty(*rows, heads, dtype=c.gate_dtype) if c.has_factors else None,
+        a=None if c.is_tied else _empty(*micro_steps, heads, c.key_dim, dtype=c.dtype),
+        b=_empty(*micro_steps, c.layout.key_heads, c.key_dim, dtype=c.dtype),
+        v=_empty(*micro_steps, heads // c.blocks, c.value_dim, dtype=c.dtype),
+        rate=_empty(*micro_steps, heads, dtype=c.gate_dtype) if c.has_factors else None,
+        weight=_empty(*micro_steps, heads, dtype=c.gate_dtype) if c.has_factors else None,
         log_decay=_log_decay(c),
         initial_state=_initial_state(c),
         cu_seqlens=_cu_seqlens(c),
@@ -257,8 +295,8 @@ def _additive(c: Configuration) -> None:
 
     x = _inputs(c)
     output, _, saved = additive_forward(x, scale=0.5, save=c.saves)
-    wanted = c.has_state and c.decay != "none"
-    additive_backward(output, x.initial_state, x, saved, scale=0.5, needs_decay_grad=wanted)
+    needs_decay_grad = c.has_state and c.decay != "none"
+    additive_backward(output, x.initial_state, x, saved, scale=0.5, needs_decay_grad=needs_decay_grad)
 
 
 def _recurrent(c: Configuration) -> None:
@@ -272,8 +310,8 @@ def _delta(c: Configuration) -> None:
 
     x = _delta_inputs(c)
     output, _, saved = delta_forward(x, scale=0.5, save=c.saves)
-    wanted = c.has_state and c.decay != "none"
-    delta_backward(output, x.initial_state, x, saved, scale=0.5, needs_decay_grad=wanted)
+    needs_decay_grad = c.has_state and c.decay != "none"
+    delta_backward(output, x.initial_state, x, saved, scale=0.5, needs_decay_grad=needs_decay_grad)
 
 
 def _delta_recurrent(c: Configuration) -> None:

@@ -7,19 +7,19 @@ a kernel that let them would compile anew for another length.
 
 import hashlib
 import importlib
-import json
 import os
 import re
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from kernel_digest import source_digest
 from machine_code import early_reads, parse_sass
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -52,29 +52,29 @@ class Variant:
     """One compilation of one kernel.
 
     Attributes:
-        module, kernel: where it is defined.
+        module, kernel: where it is defined; for people and the compiler, no part of what it is.
         source: digest of its code and of all device functions it calls.
         family: the device.
-        types: type of each run-time parameter that is there, e.g. ``("q_ptr", "*bf16")``.
-        constants: value of each compile-time parameter, None for absent arguments.
+        types: type of each run-time parameter that is there by its place, e.g. ``(0, "*bf16")``.
+        constants: value of each compile-time parameter by its place, None for absent arguments.
         num_warps, num_stages, max_registers: options.
     """
 
-    module: str
-    kernel: str
+    module: str = field(compare=False)
+    kernel: str = field(compare=False)
     source: str
     family: Family
-    types: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Any], ...]
+    types: tuple[tuple[int, str], ...]
+    constants: tuple[tuple[int, Any], ...]
     num_warps: int
     num_stages: int
-    max_registers: int | None = field(default=None, repr=False)  # keys without a limit stay what they were
+    max_registers: int | None = None
 
     @property
     def key(self) -> str:
         """Names the variant; equal for equal code and settings."""
-        limit = "" if self.max_registers is None else f" {self.max_registers}"
-        return hashlib.sha256(f"{self!r}{limit}".encode()).hexdigest()[:16]
+        settings = [getattr(self, part.name) for part in fields(self) if part.compare]
+        return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -103,21 +103,20 @@ def variants_of(launches: Iterable[Launch], family: Family) -> Iterator[Variant]
         arguments = dict(zip(names, launch.args, strict=False)) | launch.constants
         if missing := set(names) - set(arguments):
             raise TypeError(f"{launch.kernel.__name__}: no argument for {sorted(missing)}")
-        typed, constants = {}, dict(launch.constants)
-        for parameter in launch.kernel.params:
-            if parameter.name in launch.constants:
-                continue
-            if arguments[parameter.name] is None:
-                constants[parameter.name] = None
+        types, constants = [], []
+        for place, parameter in enumerate(launch.kernel.params):
+            argument = arguments[parameter.name]
+            if argument is None or parameter.name in launch.constants:
+                constants.append((place, argument))
             else:
-                typed[parameter.name] = _type(arguments[parameter.name], parameter)
+                types.append((place, _type(argument, parameter)))
         yield Variant(
             launch.kernel.fn.__module__,
             launch.kernel.__name__,
-            _source_digest(launch.kernel),
+            source_digest(launch.kernel),
             family,
-            tuple(typed.items()),
-            tuple(sorted(constants.items())),
+            tuple(types),
+            tuple(constants),
             launch.num_warps,
             launch.num_stages,
             launch.max_registers,
@@ -134,24 +133,6 @@ def _type(argument: Any, parameter: Any) -> str:
     if not parameter.do_not_specialize:
         raise ValueError(f"{parameter.name}: expected to be listed in do_not_specialize; it would compile by its value")
     return "i32" if -(2**31) <= argument < 2**31 else "i64"
-
-
-def _source_digest(kernel: Any) -> str:
-    """Digest of the text of a kernel, the device functions below it and the constants they name; no line numbers."""
-    texts: dict[str, str] = {}
-
-    def visit(function: Any) -> None:
-        texts[f"{function.fn.__module__}.{function.__name__}"] = function.src
-        for name in function.fn.__code__.co_names:
-            value = function.fn.__globals__.get(name)
-            if isinstance(value, triton.JITFunction):
-                if f"{value.fn.__module__}.{value.__name__}" not in texts:
-                    visit(value)
-            elif isinstance(value, triton.language.constexpr):
-                texts[name] = repr(value.value)
-
-    visit(kernel)
-    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def compile_variant(variant: Variant) -> Result:
@@ -185,9 +166,9 @@ def _source(variant: Variant) -> ASTSource:
         aligned.append(["tt.pointer_range", 32])  # what a launch says of a tensor below 2 GB
     return ASTSource(
         kernel,
-        {name: types.get(name, "constexpr") for name in kernel.arg_names},
-        {(kernel.arg_names.index(name),): value for name, value in variant.constants},
-        {(kernel.arg_names.index(name),): aligned for name, kind in variant.types if kind.startswith("*")},
+        {name: types.get(place, "constexpr") for place, name in enumerate(kernel.arg_names)},
+        {(place,): value for place, value in variant.constants},
+        {(place,): aligned for place, kind in variant.types if kind.startswith("*")},
     )
 
 

@@ -1,17 +1,13 @@
 """The scripts of benchmarks/ as modules, with workers that run here in place of processes."""
 
-import importlib.util
-import sys
+import importlib
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from statemix.worker_pool import Done
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from statemix.benchmarks.worker_pool import Done
 
 
 def run_here(
@@ -34,14 +30,10 @@ def run_here(
 @pytest.fixture
 def load_script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look their annotations up
-        spec.loader.exec_module(module)
+        module = importlib.import_module(f"statemix.benchmarks.{name}")
         if hasattr(module, "run_isolated"):
             monkeypatch.setattr(module, "run_isolated", run_here)
-        monkeypatch.setattr("statemix.timed_scan.run_isolated", run_here)
+        monkeypatch.setattr("statemix.benchmarks.timed_scan.run_isolated", run_here)
         return module
 
     return load

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from statemix.ops import OPS, Sizes, names_of
+from statemix.benchmarks.ops import OPS, Sizes, names_of, random_operands
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TINY = ["--device", "cpu", "--backend", "torch", "--rep-ms", "1", "--shapes", "1x20x2x8", "2x9x1x8"]
@@ -114,7 +114,7 @@ def test_published_recurrences_have_a_peer(load_script: Callable[[str], Any]) ->
 
 def test_steps_lie_along_time_for_the_peer(load_script: Callable[[str], Any]) -> None:
     op = OPS["gated_deltaproduct"]
-    x = op.operands(SHAPES_TRIED, dtype=torch.float32, device=torch.device("cpu"))
+    x = random_operands(op, SHAPES_TRIED, dtype=torch.float32, device=torch.device("cpu"))
     (q, k, v, log_decay, beta, count), _ = load_script("peer").PEERS[op.name][2](x)
     assert q.shape == (1, 6, 2, 8) and k.shape == v.shape == (1, 12, 2, 8) and beta.shape == (1, 12, 2)
     assert log_decay.shape == (1, 6, 2) and count == 2

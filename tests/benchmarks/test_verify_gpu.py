@@ -1,4 +1,4 @@
-"""benchmarks/verify_gpu.py, run on the CPU: what it lists, and that nothing wrong gets past it."""
+"""benchmarks/verify_gpu.py with its configurations, on the CPU: what is listed, and that nothing wrong gets past it."""
 
 import functools
 import json
@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from statemix import ScanResult, scan
-from statemix.bench import DTYPES
+from statemix.benchmarks.bench import DTYPES
+from statemix.benchmarks.gpu_configurations import CASES, DELTA_CASES, EVERY_TILE, Configuration, configurations
+from statemix.benchmarks.ops import OPS, names_of
 from statemix.kernels.launch_config import FAMILIES, AdditiveConfig, DeltaConfig, Tiles, additive_config, delta_config
-from statemix.ops import OPS, names_of
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ADDITIVE, DELTA = names_of("additive"), names_of("delta", timed_only=False)
@@ -27,7 +28,7 @@ SMALLEST = ["--full", "--ops", "gla", "--only", "K4", "float32"]
 @pytest.fixture
 def script(load_script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     module = load_script("verify_gpu")
-    monkeypatch.setattr("statemix.measured_on.source_digest", lambda: "0123456789abcdef")
+    monkeypatch.setattr("statemix.benchmarks.measured_on.source_digest", lambda: "0123456789abcdef")
     monkeypatch.setattr(module, "source_digest", lambda: "0123456789abcdef")
     return module
 
@@ -61,7 +62,7 @@ def classes_of(row_of: Callable[[int, int], Any], sizes: Iterable[tuple[int, int
 )
 def test_every_configuration_that_can_be_chosen_is_listed(script: Any, depth: str, dtype: str) -> None:
     for op in ADDITIVE:
-        listed = [c for c in script.configurations(ADDITIVE, depth=depth) if c.op == op and c.dtype == dtype]
+        listed = [c for c in configurations(ADDITIVE, depth=depth) if c.op == op and c.dtype == dtype]
         for family in FAMILIES:
             row_of = functools.partial(additive_config, family, dtype=DTYPES[dtype])
             covered = classes_of(row_of, [(c.key_dim, c.value_dim) for c in listed])
@@ -71,30 +72,30 @@ def test_every_configuration_that_can_be_chosen_is_listed(script: Any, depth: st
 @pytest.mark.parametrize(
     ("depth", "dtype"), [("usual", "bfloat16"), ("full", "bfloat16"), ("full", "float32"), ("full", "float16")]
 )
-def test_three_recurrences_with_erasures_meet_every_tile(script: Any, depth: str, dtype: str) -> None:
-    for op in script.EVERY_TILE:
-        listed = [c for c in script.configurations(DELTA, depth=depth) if c.op == op and c.dtype == dtype]
+def test_three_recurrences_of_the_delta_family_meet_every_tile(script: Any, depth: str, dtype: str) -> None:
+    for op in EVERY_TILE:
+        listed = [c for c in configurations(DELTA, depth=depth) if c.op == op and c.dtype == dtype]
         for family in FAMILIES:
             row_of = functools.partial(delta_config, family, dtype=DTYPES[dtype])
             covered = classes_of(row_of, [(c.key_dim, c.value_dim) for c in listed])
             assert classes_of(row_of, SIZES) <= covered, op
 
 
-def test_every_combination_with_erasures_is_listed_and_fits_the_time(script: Any) -> None:
+def test_every_combination_of_the_delta_family_is_listed_and_fits_the_time(script: Any) -> None:
     for depth, most in (("quick", 60), ("usual", 160), ("full", 1000)):
-        listed = script.configurations(DELTA, depth=depth)
+        listed = configurations(DELTA, depth=depth)
         assert {c.op for c in listed} == set(DELTA) and len(set(listed)) == len(listed) <= most
-        assert {name for c in listed for name in c.sets} == set(script.DELTA_CASES) == set(script.CASES)
-        assert all(c.key_dim % c.row.blocks == 0 for c in listed)
-    usual = script.configurations(DELTA, depth="usual")
+        assert {name for c in listed for name in c.sets} == set(DELTA_CASES) == set(CASES)
+        assert all(c.key_dim % c.recurrence.blocks == 0 for c in listed)
+    usual = configurations(DELTA, depth="usual")
     for op in DELTA:
         assert {"bfloat16", "float32"} <= {c.dtype for c in usual if c.op == op}
-    by_block = {c.key_dim // c.row.blocks for c in usual if c.row.blocks > 1}
+    by_block = {c.key_dim // c.recurrence.blocks for c in usual if c.recurrence.blocks > 1}
     assert by_block >= {64, 128} and max(c.key_dim for c in usual) == 1024
 
 
-def test_cases_with_erasures_are_short_and_hold_equal_keys(script: Any) -> None:
-    cases = [case for found in script.DELTA_CASES.values() for case in found]
+def test_cases_of_the_delta_family_are_short_and_hold_equal_keys(script: Any) -> None:
+    cases = [case for found in DELTA_CASES.values() for case in found]
     assert [case.name for case in cases if case.seq_len > 900] == ["t1000 segments"]
     assert {case.gates for case in cases} == {"ordinary", "zero", "mixed", "strong", "resets"}
     assert {case.rates for case in cases if case.has_equal_keys} == {"one", "two"}
@@ -104,12 +105,12 @@ def test_cases_with_erasures_are_short_and_hold_equal_keys(script: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["rwkv7", "kda_product_projected_blocks"])
-def test_a_combination_with_erasures_is_verified(
+def test_a_combination_of_the_delta_family_is_verified(
     script: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = {key: found[:1] for key, found in script.DELTA_CASES.items() if key not in ("long", "batch")}
-    equal = tuple(replace(case, seq_len=70) for case in script.DELTA_CASES["batch"] if case.has_equal_keys)
-    monkeypatch.setattr(script, "DELTA_CASES", {**short, "batch": equal, "long": equal})
+    short = {key: found[:1] for key, found in DELTA_CASES.items() if key not in ("long", "batch")}
+    equal = tuple(replace(case, seq_len=70) for case in DELTA_CASES["batch"] if case.has_equal_keys)
+    monkeypatch.setattr("statemix.benchmarks.gpu_configurations.DELTA_CASES", {**short, "batch": equal, "long": equal})
     out = tmp_path / "v.json"
     assert script.main(["--ops", name, *HERE, "--out", str(out), "--only", "float32"]) == 0
     for record in json.loads(out.read_text()):
@@ -120,18 +121,18 @@ def test_a_combination_with_erasures_is_verified(
 
 def test_widths_are_filled_exactly_and_in_part_and_every_case_meets_every_recurrence(script: Any) -> None:
     for depth in ("usual", "full"):
-        listed = script.configurations(ADDITIVE, depth=depth)
+        listed = configurations(ADDITIVE, depth=depth)
         for op in ADDITIVE:
             mine = [c for c in listed if c.op == op]
             assert {(padded(c.key_dim), padded(c.key_dim) == c.key_dim) for c in mine} == {
                 (width, exact) for width in (16, 32, 64, 128, 256, 512) for exact in (True, False)
             }
-            assert {name for c in mine for name in c.sets} == set(script.CASES)
-    assert len(script.configurations(ADDITIVE, depth="quick")) < len(script.configurations(ADDITIVE, depth="usual")) / 3
+            assert {name for c in mine for name in c.sets} == set(CASES)
+    assert len(configurations(ADDITIVE, depth="quick")) < len(configurations(ADDITIVE, depth="usual")) / 3
 
 
 def test_cases_hold_what_has_gone_wrong_elsewhere(script: Any) -> None:
-    cases = [case for found in script.CASES.values() for case in found]
+    cases = [case for found in CASES.values() for case in found]
     assert {case.seq_len for case in cases} >= {1, 17, 64, 65, 200, 1000}
     assert {case.gates for case in cases} == {"ordinary", "zero", "mixed", "strong", "resets"}
     packed = [case.offsets for case in cases if case.offsets]
@@ -149,7 +150,7 @@ def test_a_run_prints_a_line_and_writes_a_record_for_each(
     assert script.main([*SMALLEST, *HERE, "--out", str(out)]) == 0
     [record] = json.loads(out.read_text())
     assert record["status"] == "right" and record["op"] == "gla" and record["gpu"] == "none"
-    assert record["num_cases"] == sum(len(cases) for cases in script.CASES.values())
+    assert record["num_cases"] == sum(len(cases) for cases in CASES.values())
     assert record["errors"].keys() >= {"output", "final_state", "d q", "d k", "d v", "d channel_decay"}
     assert all(0 < error < 1e-4 and isinstance(case, str) for error, case in record["errors"].values())
     assert record["versions"]["torch"] == torch.__version__ and len(record["source"]) == 16
@@ -169,9 +170,9 @@ def test_a_wrong_or_crashed_configuration_and_a_lack_of_time_change_the_exit_cod
         result = scan(q, *args, **options)
         return result if q.dtype == torch.float64 else ScanResult(result.output * 1.0001, result.final_state)
 
-    monkeypatch.setattr(script, "CASES", {"batch": (script.CASES["batch"][0],)})
+    monkeypatch.setattr("statemix.benchmarks.gpu_configurations.CASES", {"batch": (CASES["batch"][0],)})
     with monkeypatch.context() as patch:
-        patch.setattr("statemix.against_float64.scan", off)
+        patch.setattr("statemix.benchmarks.against_float64.scan", off)
         assert script.main([*SMALLEST, *HERE]) == 1
     printed = capsys.readouterr().out
     assert "wrong  gla K4 V12 float32" in printed and "t1: output: error 1.0e-04 over 1e-05" in printed
@@ -183,7 +184,7 @@ def test_a_wrong_or_crashed_configuration_and_a_lack_of_time_change_the_exit_cod
 
 
 def test_an_error_far_above_its_kind_is_reported_though_below_the_limit(script: Any) -> None:
-    one = script.Configuration("gla", 64, 64, "bfloat16", ("batch",))
+    one = Configuration("gla", 64, 64, "bfloat16", ("batch",))
     errors = [3.4e-3, 3.3e-3, 3.5e-3, 3.4e-3, 4.7e-3]
     verdicts = [
         script.Verdict(

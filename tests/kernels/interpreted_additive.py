@@ -177,6 +177,18 @@ def test_gates_mixed(decay: str, gate: Callable[[tuple[int, ...]], Tensor]) -> N
     expect_definition(draw(decay, seq_len=70, heads=(1, 1), dims=(16, 4), gate=gate))
 
 
+def one_strong(shape: tuple[int, ...]) -> Tensor:
+    return torch.full(shape, -0.01).index_fill(1, torch.tensor([9]), -20.0)
+
+
+@pytest.mark.parametrize("decay", ["scalar", "diagonal"])
+def test_gates_of_which_one_is_strong(decay: str) -> None:
+    """Its gradient, e^-20 of its neighbours', is what their sums leave: no more than their rounding."""
+    given = draw(decay, heads=(1, 1), gate=one_strong)
+    got, exact = expect_definition(given)["log_decay"], differentiate(given, definition)["log_decay"]
+    assert (got - exact)[:, 9].abs().max() <= FLOAT32[0] * exact.abs().max()
+
+
 @pytest.mark.parametrize("decay", DECAYS)
 def test_memory(decay: str) -> None:
     """What lies behind a tensor, or where nothing was written yet, reaches no result; nor does the memory layout."""

@@ -273,6 +273,10 @@ def halves(shape: Shape) -> Tensor:
     return -8.0 * (torch.arange(torch.Size(shape).numel()).view(shape) % 2)
 
 
+def one_strong(shape: Shape) -> Tensor:
+    return torch.full(shape, -0.01).index_fill(1, torch.tensor([9]), -20.0)
+
+
 @pytest.mark.parametrize("decay", ["scalar", "diagonal"])
 @pytest.mark.parametrize("level", [-5.0, -20.0, -80.0])
 def test_gates(decay: str, level: float) -> None:
@@ -280,7 +284,7 @@ def test_gates(decay: str, level: float) -> None:
 
 
 @pytest.mark.parametrize("decay", ["scalar", "diagonal"])
-@pytest.mark.parametrize("gate", [mixed, resets, halves])
+@pytest.mark.parametrize("gate", [mixed, resets, halves, one_strong])
 def test_gates_mixed(decay: str, gate: Callable[[Shape], Tensor]) -> None:
     for reads_before_decay in (False, True):
         operands = draw_delta(

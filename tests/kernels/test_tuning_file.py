@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from statemix.benchmarks.tune_command import save_tuning
 from statemix.kernels import tuned
 from statemix.kernels.launch_config import (
     FAMILIES,
@@ -23,7 +24,7 @@ from statemix.kernels.launch_config import (
     delta_config,
     override,
 )
-from statemix.kernels.tuning_file import load_tuning, save_tuning
+from statemix.kernels.tuning_file import load_tuning
 
 SIZES = ((16, 16), (24, 40), (64, 64), (128, 128), (256, 64), (512, 512))
 

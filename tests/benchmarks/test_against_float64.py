@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from statemix import ScanResult, scan
-from statemix import against_float64 as subject
-from statemix.against_float64 import Case, Finding, check_case, nan_in_fresh_memory, relative_error, same_bits
-from statemix.ops import OPS, find_ops
+from statemix.benchmarks import against_float64
+from statemix.benchmarks.against_float64 import (
+    Case,
+    Finding,
+    check_case,
+    nan_in_fresh_memory,
+    relative_error,
+    same_bits,
+)
+from statemix.benchmarks.ops import OPS, find_ops
 
 PACKED = Case("packed", 1, 40, offsets=(0, 0, 5, 23, 33), gates="mixed")
 CASES = (
@@ -49,11 +56,13 @@ def test_equal_keys_are_exact_and_rates_stay_where_no_state_can_grow() -> None:
     case = Case("equal", 1, 300, rates="two", has_equal_keys=True)
     for op in OPS.values():
         for key_dim in (8, 100, 260):
-            x = subject.make_problem(op, case, key_dim=key_dim, **sizes).operands
+            x = against_float64.make_problem(op, case, key_dim=key_dim, **sizes).operands
             by_block = x.k.double().unflatten(-1, (op.blocks, -1))
             assert bool((by_block.square().sum(-1) == 1).all()) and torch.equal(x.k, x.direction)
             assert bool((x.beta == (2 if op.max_beta == 2 else 1)).all()) and bool((x.channel_rate == 1).all())
-        final = subject.reference(op, replace(case, gates="zero"), subject.make_problem(op, case, key_dim=8, **sizes))
+        final = against_float64.reference(
+            op, replace(case, gates="zero"), against_float64.make_problem(op, case, key_dim=8, **sizes)
+        )
         assert float(final["final_state"].abs().max()) < 300, op.name
 
 
@@ -86,7 +95,7 @@ def test_a_planted_fault_is_named(slip: str, monkeypatch: pytest.MonkeyPatch) ->
         result = scan(q, *args, **options)
         return result if q.dtype == torch.float64 else ScanResult(make(result), result.final_state)
 
-    monkeypatch.setattr(subject, "scan", faulty)
+    monkeypatch.setattr(against_float64, "scan", faulty)
     assert any(fault.startswith(named) for fault in check("mamba2", PACKED).faults)
 
 
@@ -96,7 +105,7 @@ def test_a_call_that_writes_into_its_inputs_is_named(monkeypatch: pytest.MonkeyP
             v.data[:, 0] += 1
         return scan(q, k, v, *args, **options)
 
-    monkeypatch.setattr(subject, "scan", faulty)
+    monkeypatch.setattr(against_float64, "scan", faulty)
     assert "v: changed by the call" in check("retnet", replace(PACKED, is_strided=True)).faults
 
 
@@ -121,15 +130,15 @@ def test_a_sum_that_cancels_by_chance_is_held_to_the_size_of_its_shares() -> Non
     [retnet] = find_ops(("retnet",))
     case = Case("t40", 3, 40)
     sizes = {"key_dim": 8, "value_dim": 6, "dtype": torch.float64, "device": torch.device("cpu")}
-    problem = subject.make_problem(retnet, case, **sizes)
-    shares = subject._size_of_shares(retnet, case, problem)
-    total = float(subject.reference(retnet, case, problem)["d fixed_decay"].norm())
+    problem = against_float64.make_problem(retnet, case, **sizes)
+    shares = against_float64._size_of_shares(retnet, case, problem)
+    total = float(against_float64.reference(retnet, case, problem)["d fixed_decay"].norm())
     assert total / 10 < shares < 10 * total  # 120 tokens a head
     assert relative_error(torch.ones(1), torch.zeros(1, dtype=torch.float64), least_size=4.0) == 0.25
 
 
 def test_inputs_lie_between_nans() -> None:
-    x = subject.guarded(torch.ones(2, 5))
-    around = torch.as_strided(x, (10 + 2 * subject.GUARD,), (1,), 0)
+    x = against_float64.guarded(torch.ones(2, 5))
+    around = torch.as_strided(x, (10 + 2 * against_float64.GUARD,), (1,), 0)
     assert bool(x.eq(1).all()) and x.is_contiguous()
-    assert int(around.isnan().sum()) == 2 * subject.GUARD
+    assert int(around.isnan().sum()) == 2 * against_float64.GUARD

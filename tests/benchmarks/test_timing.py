@@ -2,15 +2,15 @@
 
 import torch
 
-from statemix.ops import OPS, SHAPES, random_operands
-from statemix.timing import least_bytes, median_ms, time_both_ways
+from statemix.benchmarks.ops import OPS, SHAPES, random_operands
+from statemix.benchmarks.timing import least_bytes, median_ms, time_both_ways
 
 CPU = torch.device("cpu")
 
 
 def test_the_floor_counts_each_input_and_output_once() -> None:
     sizes = SHAPES[3]  # B8 T1024 H8 D64
-    x = random_operands(sizes, dtype=torch.bfloat16, device=CPU).map(lambda x: x.requires_grad_(x.ndim > 1))
+    x = random_operands(OPS["gla"], sizes, dtype=torch.bfloat16, device=CPU).map(lambda x: x.requires_grad_(x.ndim > 1))
     head = 8 * 1024 * 8 * 64 * 2  # bytes of q, k, v or o
     forward, both = least_bytes(OPS["linear_attention"].inputs(x).values(), x.v)
     assert forward == 4 * head  # q, k, v and o

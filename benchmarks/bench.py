@@ -1,4 +1,4 @@
-"""How fast the recurrences run here: ``statemix bench``, for sizes given or for the layers of a recipe."""
+"""How fast the recurrences run here: ``statemix bench``, for named recurrences or for the layers of a recipe."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from statemix.harness.recurrences import NamedRecurrence
 from statemix.mixers import StateMixer
 from statemix.recipes import Recipe
 from statemix.transitions import Transition, explain, scan
 
-from .ops import Op, Sizes, find_ops
+from .ops import Sizes, find_ops, random_operands
 from .timing import Timing, copy_bandwidth, least_bytes, time_both_ways
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,7 +48,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the report; ``timing`` is None where memory ran out, floors are 0 where no bandwidth was measured."""
+    """One line of the report; ``timing`` is None where memory ran out, floors are 0 where no bandwidth was measured."""
 
     subject: str
     sizes: str
@@ -70,16 +71,14 @@ def choose_device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def with_sizes(default: Sizes, given: Any) -> Sizes:
-    """``default`` with the sizes that ``given`` has: value heads follow the heads, value_dim follows key_dim."""
-    num_heads, key_dim = given.num_heads or default.num_heads, given.key_dim or default.key_dim
-    num_value_heads = given.num_value_heads or num_heads
+def with_sizes(default: Sizes, options: Any) -> Sizes:
+    """``default`` with the sizes that ``options`` has: value heads follow the heads, value_dim follows key_dim."""
+    num_heads, key_dim = options.num_heads or default.num_heads, options.key_dim or default.key_dim
+    num_value_heads = options.num_value_heads or num_heads
     if num_value_heads % num_heads:
         raise ValueError(f"num_value_heads: expected a multiple of num_heads {num_heads}, got {num_value_heads}")
-    value_dim = given.value_dim or key_dim
-    return Sizes(
-        given.batch or default.batch, given.seq_len or default.seq_len, num_heads, num_value_heads, key_dim, value_dim
-    )
+    tokens = (options.batch or default.batch, options.seq_len or default.seq_len)
+    return Sizes(*tokens, num_heads, num_value_heads, key_dim, options.value_dim or key_dim)
 
 
 def bench(subjects: Iterator[Subject], *, device: torch.device, rep_ms: int = 200) -> Iterator[Line]:
@@ -107,12 +106,12 @@ def header(device: torch.device, dtype: torch.dtype) -> str:
     return f"{about}\n{titles}"
 
 
-def line(row: Line) -> str:
-    """One row of the table; 'both' is forward and backward, MB what they allocate at the peak."""
-    timing, start = row.timing, f"{row.subject:<26}{row.sizes:<26}{row.form:<16}"
+def printed(line: Line) -> str:
+    """A line of the table; 'both' is forward and backward, MB what they allocate at the peak."""
+    timing, start = line.timing, f"{line.subject:<26}{line.sizes:<26}{line.form:<16}"
     if timing is None:
         return f"{start}{'out of memory':>42}"
-    floors = [f"{ms:.3f}" if ms else "-" for ms in (row.floor_ms, row.floor_forward_backward_ms)]
+    floors = [f"{ms:.3f}" if ms else "-" for ms in (line.floor_ms, line.floor_forward_backward_ms)]
     peak = f"{timing.peak_bytes / 1e6:.0f}" if timing.peak_bytes else "-"
     return f"{start}{timing.forward_ms:>10.3f}{floors[0]:>8}{timing.forward_backward_ms:>10.3f}{floors[1]:>8}{peak:>8}"
 
@@ -122,10 +121,10 @@ def named_subjects(
 ) -> Iterator[Subject]:
     """Rows of ``OPS`` on random operands of these sizes."""
 
-    def subject(op: Op) -> Subject:
-        x = op.operands(sizes, dtype=dtype, device=device).map(lambda x: x.requires_grad_(x.ndim > 1))
+    def subject(op: NamedRecurrence) -> Subject:
+        x = random_operands(op, sizes, dtype=dtype, device=device).map(lambda x: x.requires_grad_(x.ndim > 1))
         leaves = tuple(x for x in op.inputs(x).values() if x.requires_grad)
-        return Subject(op.label, sizes, x.q, x.k, x.v, lambda: op.make(x), leaves)
+        return Subject(op.label, sizes, x.q, x.k, x.v, lambda: op.build(x), leaves)
 
     return map(subject, find_ops(tuple(names)))
 
@@ -133,7 +132,7 @@ def named_subjects(
 def recipe_subjects(
     recipe: Recipe, *, batch: int | None, seq_len: int | None, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Subject]:
-    """The recurrence of each kind of state layer in a recipe, at its batch and length of training unless given.
+    """The recurrence of each kind of state layer in a recipe, at its batch and length of training unless options.
 
     Raises:
         ValueError: the recipe has no state layer.

@@ -4,13 +4,13 @@ import datetime
 import hashlib
 import json
 import platform
+import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from .environment import installed_version
 
 PACKAGES = ("statemix", "torch", "triton")
 
@@ -26,7 +26,7 @@ def provenance(device: str, *more_packages: str) -> dict[str, Any]:
 
 
 def write_records(path: Path | None, records: Sequence[dict[str, Any]]) -> None:
-    """JSON, one record a line, where a path is given; what stood there is replaced."""
+    """JSON, one record a line, where there is a path; what stood there is replaced."""
     if path is not None:
         path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n", encoding="utf-8")
 
@@ -39,10 +39,22 @@ def gpu_name(device: str) -> str:
 def versions(*more_packages: str) -> dict[str, str]:
     """Versions of what the kernels run on, and of ``more_packages`` where they are installed."""
     named = {name: installed_version(name) for name in (*PACKAGES, *more_packages)}
-    found = {"python": platform.python_version()} | {name: version for name, version in named.items() if version}
+    found = {"python": platform.python_version()} | {name: number for name, number in named.items() if number}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     return found
+
+
+def installed_version(name: str) -> str | None:
+    """Version of a package, None where it is not installed.
+
+    A package that is loaded says it itself: torch names its build, as in 2.14.1+cu130, where metadata may say 2.14.1.
+    """
+    loaded = getattr(sys.modules.get(name), "__version__", None)
+    try:
+        return str(loaded or version(name))
+    except PackageNotFoundError:
+        return None
 
 
 def source_digest() -> str:
@@ -50,7 +62,7 @@ def source_digest() -> str:
     from statemix import kernels
 
     digest = hashlib.sha256()
-    for file in sorted(Path(kernels.__path__[0]).glob("*.py")):
+    for file in sorted(Path(kernels.__path__[0]).rglob("*.py")):
         digest.update(file.name.encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Erasures that the transitions of the package do not make, to time and verify the kernels with.
+"""Delta updates that the transitions of the package do not make, to time and verify the kernels with.
 
-A direction that is read and one that is erased, and erasures that read the state from before its decay: GDN-2, RWKV-7
-and Comba. ``examples/`` has the same three as a user would write them, with what their papers say.
+S (I - a b^T) reads along a and erases along b. Here a is not along b, or reads the state from before its decay: GDN-2,
+RWKV-7 and Comba. ``examples/`` has the same three as a user would write them, with what their papers say.
 
 Shapes: B batch, T time, H key heads, HV value heads, K key_dim.
 """
@@ -13,7 +13,7 @@ from statemix.kernels import NormalForm
 from statemix.transitions import KeyLogDecay, KeyRate, LogDecay, Rate, Transition, UnitKey
 
 
-class DecayedChannelErasure(Transition):
+class DecayedChannelDelta(Transition):
     """M_t = Diag(e^{g_t}) (I - (r_t * k_t) k_t^T), as in GDN-2.
 
     Attributes:
@@ -35,7 +35,7 @@ class DecayedChannelErasure(Transition):
         return NormalForm(self.log_decay, erase=(self.rate * key, self.key))
 
 
-class UndecayedChannelErasure(Transition):
+class UndecayedChannelDelta(Transition):
     """M_t = Diag(e^{g_t}) - u_t (r_t * u_t)^T, as in RWKV-7.
 
     Attributes:
@@ -57,7 +57,7 @@ class UndecayedChannelErasure(Transition):
         return NormalForm(self.log_decay, erase=(direction, self.rate * direction), reads_before_decay=True)
 
 
-class UndecayedErasure(Transition):
+class UndecayedDelta(Transition):
     """M_t = e^{g_t} I - r_t beta_t k_t k_t^T, as in Comba.
 
     Attributes:

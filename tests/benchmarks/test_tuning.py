@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from statemix import tuning
+from statemix.benchmarks import tuning
+from statemix.benchmarks.ops import OPS, Sizes, find_ops
+from statemix.benchmarks.tuning import Both, Outcome, Trial, join_best, matters, tune
+from statemix.benchmarks.worker_pool import Done
 from statemix.kernels.launch_config import (
     AdditiveConfig,
     Config,
@@ -17,9 +20,6 @@ from statemix.kernels.launch_config import (
     candidates,
     delta_config,
 )
-from statemix.ops import OPS, Sizes, find_ops
-from statemix.tuning import Both, Outcome, Trial, join_best, matters, tune
-from statemix.worker_pool import Done
 
 SIZES = Sizes(1, 20, 1, 1, 16, 16)
 CPU = torch.device("cpu")

@@ -15,11 +15,12 @@ from typing import Any, Literal, cast
 
 import torch
 
+from statemix.harness.recurrences import NamedRecurrence, Operands
 from statemix.transitions import scan
 
 from .bench import DTYPES
 from .measured_on import provenance, write_records
-from .ops import OPS, Op, Operands, Sizes
+from .ops import OPS, Sizes, random_operands
 from .timing import copy_bandwidth, graph_ms, least_bytes, median_ms, time_both_ways
 from .worker_pool import run_isolated
 
@@ -37,7 +38,7 @@ class TimedScan:
         is_both: of the first call, forward and backward; otherwise forward alone.
         has_graphs: time launches recorded in CUDA graphs as well.
         form: "recurrent" has no backward pass in the kernels.
-        blocks: in place of those of a block-diagonal row; 0 for its own.
+        blocks: in place of those of a block-diagonal recurrence; 0 for its own.
     """
 
     op: str
@@ -54,24 +55,26 @@ class TimedScan:
 
     def __str__(self) -> str:
         form = "" if self.form == "chunk" else f", {self.form}"
-        return f"{self.row.label}, {self.sizes}{form}"
+        return f"{self.recurrence.label}, {self.sizes}{form}"
 
     @property
-    def row(self) -> Op:
+    def recurrence(self) -> NamedRecurrence:
         return OPS[self.op].in_blocks(self.blocks) if self.blocks else OPS[self.op]
 
     def operands(self) -> Operands:
         """Those that the recurrence reads, leaves of autograd; the others are empty, since many calls share a GPU."""
-        made = self.row.operands(self.sizes, dtype=DTYPES[self.dtype], device=torch.device(self.device))
-        read = self.row.inputs(made)
-        made = replace(made, **{name: x.new_empty(0) for name, x in made.named() if name not in read})
-        return made.map(lambda x: x.requires_grad_(x.ndim > 1))  # RetNet's decays are constants
+        operands = random_operands(
+            self.recurrence, self.sizes, dtype=DTYPES[self.dtype], device=torch.device(self.device)
+        )
+        read = self.recurrence.inputs(operands)
+        operands = replace(operands, **{name: x.new_empty(0) for name, x in operands.named() if name not in read})
+        return operands.map(lambda x: x.requires_grad_(x.ndim > 1))  # RetNet's decays are constants
 
     def call_on(self, operands: Operands) -> Callable[[], torch.Tensor]:
-        op, backend = self.row, cast(Literal["torch", "triton"], self.backend)
+        op, backend = self.recurrence, cast(Literal["torch", "triton"], self.backend)
 
         def call() -> torch.Tensor:
-            transition, write = op.make(operands)
+            transition, write = op.build(operands)
             q, k, v = operands.q, operands.k, operands.v
             form, recompute = self.form, self.is_recomputed
             return scan(q, k, v, transition, write=write, form=form, backend=backend, recompute=recompute).output
@@ -80,7 +83,7 @@ class TimedScan:
 
 
 def run_once(task: TimedScan) -> float:
-    """Seconds of one forward pass, and backward if wanted, compiling what is not in the cache."""
+    """Seconds of one forward pass, and of backward unless it is left out, compiling what is not in the cache."""
     operands = task.operands()
     call = task.call_on(operands)
     wait(task.device)
@@ -106,7 +109,7 @@ def first_call(task: TimedScan) -> float:
 
 def measure(task: TimedScan) -> Record:
     """Times, peak memory and the bytes of the floor."""
-    operands, op = task.operands(), task.row
+    operands, op = task.operands(), task.recurrence
     leaves = [x for x in op.inputs(operands).values() if x.requires_grad]
     timing = time_both_ways(task.call_on(operands), leaves, rep_ms=task.rep_ms)
     graphs = {}
@@ -148,14 +151,14 @@ def timed_in_turn(
     to_compile: Sequence[TimedScan],
     num_workers: int,
     minutes: float,
-    told: Record,
+    origin: Record,
 ) -> Iterator[tuple[TimedScan, Record]]:
     """Compile some tasks side by side, then time one after the other; each with its record.
 
     Args:
         function: ``measure`` or ``measure_forward``, whose result, or "failure", goes into the record.
         minutes: no task begins later; those left then are not yielded.
-        told: goes into every record.
+        origin: goes into every record.
     """
     began = time.monotonic()
 
@@ -168,12 +171,12 @@ def timed_in_turn(
     ):
         if compiled.failure:
             failures[compiled.task] = compiled.failure
-            yield compiled.task, {**described(compiled.task), "failure": compiled.failure, **told}
+            yield compiled.task, {**described(compiled.task), "failure": compiled.failure, **origin}
     print(f"compiled {len(to_compile) - len(failures)} calls in {time.monotonic() - began:.0f} s", flush=True)
     right = [task for task in tasks if task not in failures]
     for done in run_isolated(function, right, num_workers=1, timeout_s=TIMEOUT_S, may_start=may_start):
         found = done.result or {"failure": done.failure}
-        yield done.task, {**described(done.task), **found, **told}
+        yield done.task, {**described(done.task), **found, **origin}
 
 
 def add_timing_options(parser: argparse.ArgumentParser, *, rep_ms: int) -> None:
@@ -204,7 +207,7 @@ def written_in_turn(
         to_compile=to_compile,
         num_workers=arguments.workers,
         minutes=arguments.minutes,
-        told=provenance(arguments.device),
+        origin=provenance(arguments.device),
     ):
         records.append(record)
         print(line(record), flush=True)
@@ -221,7 +224,7 @@ def exit_code(records: Sequence[Record], num_tasks: int) -> int:
 
 def described(task: TimedScan) -> Record:
     """The sizes of a task in the words of docs/results."""
-    s, op = task.sizes, task.row
+    s, op = task.sizes, task.recurrence
     return {
         "op": task.op,
         **asdict(s),
@@ -240,6 +243,6 @@ def described(task: TimedScan) -> Record:
 
 
 def wait(device: str) -> None:
-    """Until the device has done what it was given."""
+    """Until the device has done its work."""
     if device == "cuda":
         torch.cuda.synchronize()

@@ -18,9 +18,10 @@ import torch
 import torch.utils.deterministic as deterministic
 from torch import Tensor
 
+from statemix.harness.recurrences import NamedRecurrence, Operands
 from statemix.transitions import scan
 
-from .ops import OPS, Op, Operands, Sizes
+from .ops import OPS, Sizes, random_operands
 
 GUARD = 256  # elements of NaN before and after each input; keeps it aligned to 16 bytes
 
@@ -40,7 +41,7 @@ LIMIT_UNDER_EQUAL_KEYS = 0.3
 # all that is left of a gradient can be less. An element is a sum of up to 512 such operands with factors of order one.
 LOST: dict[torch.dtype, float] = {torch.float16: 2.0**-24 * 512**0.5}
 DEFINITION_UP_TO = 1 << 24  # numbers in the states of all tokens, of which autograd keeps several copies
-STEPS_UP_TO = 512  # of erasures by the definition, which on a GPU takes a millisecond for each, gradients included
+STEPS_UP_TO = 512  # delta updates by the definition, which on a GPU takes a millisecond for each, gradients included
 RESULTS = ("output", "final_state")
 
 Gates = Literal["ordinary", "zero", "mixed", "strong", "resets"]
@@ -52,7 +53,7 @@ class Case:
     """One call.
 
     Attributes:
-        offsets: of packed documents, then batch is 1; rows after the last offset must come out as zeros.
+        offsets: of packed documents, then batch is 1; tokens after the last offset must come out as zeros.
         has_state: an initial state is given, and the final one takes part in the loss; both or neither.
         gates: log decays: as drawn; 0; 0 and -8 in turns; -20; -80 at every eighth token.
         rates: beta: below 1, as drawn; up to 2 and 2 itself where no state can grow under them, else 1 in place of 2.
@@ -104,31 +105,38 @@ class Finding:
 
 
 def check_case(
-    op: Op, case: Case, *, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device, backend: str
+    op: NamedRecurrence,
+    case: Case,
+    *,
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
 ) -> Finding:
     """Run a case twice and compare: with float64, and the two runs bit by bit."""
     problem = make_problem(op, case, key_dim=key_dim, value_dim=value_dim, dtype=dtype, device=device)
     before = _copies(problem)
-    wanted = reference(op, case, problem)
+    exact = reference(op, case, problem)
     first, second = (run_poisoned(op, case, problem, backend=backend) for _ in range(2))
     lost, sizes = LOST.get(dtype, 0.0), {"d fixed_decay": _size_of_shares(op, case, problem)}
     errors = {
-        name: relative_error(x, wanted[name], lost=lost, least_size=sizes.get(name, 0.0)) for name, x in first.items()
+        name: relative_error(x, exact[name], lost=lost, least_size=sizes.get(name, 0.0)) for name, x in first.items()
     }
     faults = [_over_limit(name, error, case, dtype) for name, error in errors.items()]
     faults += [f"{name}: two runs differ" for name, x in first.items() if not same_bits(x, second[name])]
-    faults += _rows_after_the_last(first, case)
+    faults += _tokens_after_the_last(first, case)
     faults += [f"{name}: changed by the call" for name, x in _copies(problem).items() if not same_bits(x, before[name])]
     num_elements = {name: x.numel() for name, x in first.items()}
     return Finding(errors, num_elements, tuple(fault for fault in faults if fault))
 
 
 def make_problem(
-    op: Op, case: Case, *, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+    op: NamedRecurrence, case: Case, *, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Problem:
     """Inputs in guarded memory."""
     sizes = case.sizes(key_dim, value_dim)
-    operands = set_gates(op.operands(sizes, dtype=dtype, device=device), case.gates)
+    operands = set_gates(random_operands(op, sizes, dtype=dtype, device=device), case.gates)
     operands = set_rates(operands, case.rates, max_beta=op.max_beta)
     operands = set_equal_keys(operands, blocks=op.blocks) if case.has_equal_keys else operands
     generator = torch.Generator(device).manual_seed(1)
@@ -212,7 +220,7 @@ def _strided(x: Tensor) -> Tensor:
     return wide.transpose(0, 1)[..., : x.shape[-1]].copy_(x)
 
 
-def reference(op: Op, case: Case, problem: Problem) -> dict[str, Tensor]:
+def reference(op: NamedRecurrence, case: Case, problem: Problem) -> dict[str, Tensor]:
     """Results and gradients in float64: by the definition where it is short and its states fit, else in chunks."""
     in_float64 = Problem(
         problem.operands.map(torch.Tensor.double),
@@ -228,7 +236,7 @@ def reference(op: Op, case: Case, problem: Problem) -> dict[str, Tensor]:
     return run(op, replace(case, form=form, options=()), in_float64, backend="torch", is_forward_only=False)
 
 
-def _size_of_shares(op: Op, case: Case, problem: Problem) -> float:
+def _size_of_shares(op: NamedRecurrence, case: Case, problem: Problem) -> float:
     """Norm of what every token adds to the gradient of a constant decay, in float64.
 
     The shares have both signs. In the sum of one head they can cancel by chance, and their roundings do not.
@@ -241,7 +249,7 @@ def _size_of_shares(op: Op, case: Case, problem: Problem) -> float:
     return float(torch.linalg.vector_norm(shares))
 
 
-def run(op: Op, case: Case, problem: Problem, *, backend: Any, is_forward_only: bool) -> dict[str, Tensor]:
+def run(op: NamedRecurrence, case: Case, problem: Problem, *, backend: Any, is_forward_only: bool) -> dict[str, Tensor]:
     """Output, final state, and the gradient of each input as ``d NAME``."""
     wants_grad = not is_forward_only
     operands = problem.operands.map(lambda x: x.detach().requires_grad_(wants_grad))
@@ -249,7 +257,7 @@ def run(op: Op, case: Case, problem: Problem, *, backend: Any, is_forward_only: 
     initial = problem.initial_state
     if initial is not None:
         initial = inputs["initial_state"] = initial.detach().requires_grad_(wants_grad)
-    transition, write = op.make(operands)
+    transition, write = op.build(operands)
     with torch.set_grad_enabled(wants_grad):
         result = scan(
             operands.q,
@@ -264,25 +272,25 @@ def run(op: Op, case: Case, problem: Problem, *, backend: Any, is_forward_only: 
             backend=backend,
             **dict(case.options),
         )
-    made = {"output": result.output, "final_state": result.final_state}
+    results = {"output": result.output, "final_state": result.final_state}
     if is_forward_only:
-        return made
-    results, upstream = [result.output], [problem.grad_output]
+        return results
+    outputs, upstream = [result.output], [problem.grad_output]
     if case.has_state:
-        results, upstream = [*results, result.final_state], [*upstream, problem.grad_final]
-    grads = torch.autograd.grad(results, list(inputs.values()), upstream)
-    return {name: x.detach() for name, x in made.items()} | {
+        outputs, upstream = [*outputs, result.final_state], [*upstream, problem.grad_final]
+    grads = torch.autograd.grad(outputs, list(inputs.values()), upstream)
+    return {name: x.detach() for name, x in results.items()} | {
         f"d {name}": grad for name, grad in zip(inputs, grads, strict=True)
     }
 
 
-def run_poisoned(op: Op, case: Case, problem: Problem, *, backend: str) -> dict[str, Tensor]:
+def run_poisoned(op: NamedRecurrence, case: Case, problem: Problem, *, backend: str) -> dict[str, Tensor]:
     """``run`` with every fresh block of memory full of NaN."""
     with nan_in_fresh_memory():
-        made = run(op, case, problem, backend=backend, is_forward_only=case.form == "recurrent")
+        tensors = run(op, case, problem, backend=backend, is_forward_only=case.form == "recurrent")
         if problem.operands.q.is_cuda:
             torch.cuda.synchronize()
-    return made
+    return tensors
 
 
 @contextmanager
@@ -302,18 +310,18 @@ def nan_in_fresh_memory() -> Iterator[None]:
             torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
 
 
-def relative_error(x: Tensor, wanted: Tensor, *, lost: float = 0.0, least_size: float = 0.0) -> float:
+def relative_error(x: Tensor, y: Tensor, *, lost: float = 0.0, least_size: float = 0.0) -> float:
     """|x - y| / |y|; where y is 0, 0 for an exact zero and infinity for anything else; infinity for a NaN.
 
     Args:
         lost: what an element may be off without counting.
         least_size: divides in place of a smaller |y|.
     """
-    size = max(float(torch.linalg.vector_norm(wanted)), least_size)
-    distance = float(torch.linalg.vector_norm(x.double() - wanted))
+    size = max(float(torch.linalg.vector_norm(y)), least_size)
+    distance = float(torch.linalg.vector_norm(x.double() - y))
     if not distance < float("inf"):
         return float("inf")
-    distance = max(distance - lost * wanted.numel() ** 0.5, 0.0)
+    distance = max(distance - lost * y.numel() ** 0.5, 0.0)
     return distance / size if size > 0 else 0.0 if distance == 0 else float("inf")
 
 
@@ -333,13 +341,15 @@ def _over_limit(name: str, error: float, case: Case, dtype: torch.dtype) -> str:
     return "" if error <= limit else f"{name}: error {error:.1e} over {limit:.0e}"
 
 
-def _rows_after_the_last(made: dict[str, Tensor], case: Case) -> Sequence[str]:
-    """Rows of no document: zeros in the output and in every gradient along T."""
+def _tokens_after_the_last(tensors: dict[str, Tensor], case: Case) -> Sequence[str]:
+    """Tokens of no document: zeros in the output and in every gradient along T."""
     if not case.offsets or case.offsets[-1] == case.seq_len:
         return []
     rest = slice(case.offsets[-1], None)
     along_time = {
-        name: x for name, x in made.items() if x.ndim > 2 and x.shape[:2] == (1, case.seq_len) and "state" not in name
+        name: x
+        for name, x in tensors.items()
+        if x.ndim > 2 and x.shape[:2] == (1, case.seq_len) and "state" not in name
     }
     return [f"{name}: not 0 after the last document" for name, x in along_time.items() if bool((x[:, rest] != 0).any())]
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from statemix import scan
-from statemix.ops import OPS, SHAPES, Sizes, find_ops, names_of, random_operands
+from statemix.benchmarks.ops import OPS, SHAPES, Sizes, find_ops, names_of, random_operands
+from statemix.harness.recurrences import RECURRENCES
 from statemix.transitions.registry import transition_names
 
 SIZES = Sizes(2, 70, 2, 4, 24, 40)
@@ -41,24 +42,25 @@ def test_every_combination_of_gate_direction_count_and_blocks_has_a_row() -> Non
 )
 def test_a_row_is_its_definition(name: str) -> None:
     op = OPS[name]
-    x = op.operands(Sizes(2, 40, 2, 4, 24, 20), dtype=torch.float64, device=torch.device("cpu"))
-    transition, write = op.make(x)
+    x = random_operands(op, Sizes(2, 40, 2, 4, 24, 20), dtype=torch.float64, device=torch.device("cpu"))
+    transition, write = op.build(x)
     by_definition, by_chunks = (scan(x.q, x.k, x.v, transition, write=write, form=f) for f in ("recurrent", "chunk"))
     torch.testing.assert_close(by_chunks.output, by_definition.output, rtol=1e-12, atol=1e-12)
 
 
 def test_steps_and_blocks_have_their_axes() -> None:
     device = torch.device("cpu")
-    x = OPS["gated_deltaproduct_blocks"].operands(SIZES, dtype=torch.float32, device=device)
+    x = random_operands(OPS["gated_deltaproduct_blocks"], SIZES, dtype=torch.float32, device=device)
     assert x.k.shape == x.direction.shape == (2, 70, 2, 2, 24) and x.v.shape == (2, 70, 2, 4, 40)
     assert x.beta.shape == (2, 70, 2, 4, 2) and x.scalar_decay.shape == (2, 70, 4, 2)
     assert x.like_output.shape == (2, 70, 4, 40)
     for vectors in (x.q, x.k, x.direction):
         assert torch.allclose(vectors.unflatten(-1, (2, -1)).norm(dim=-1), torch.ones(()), atol=1e-6)
     eight = OPS["kda_blocks"].in_blocks(8)
-    assert eight.operands(SIZES, dtype=torch.float32, device=device).beta.shape[-1] == 8 and "8 blocks" in eight.label
+    assert random_operands(eight, SIZES, dtype=torch.float32, device=device).beta.shape[-1] == 8
+    assert "8 blocks" in eight.label
     with pytest.raises(ValueError, match="key_dim: expected a multiple of the 7 blocks, got 24"):
-        random_operands(SIZES, dtype=torch.float32, device=device, blocks=7)
+        random_operands(eight.in_blocks(7), SIZES, dtype=torch.float32, device=device)
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
@@ -66,17 +68,17 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         find_ops(["gla", "glaa"])
 
 
-@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+@pytest.mark.parametrize("op", RECURRENCES.values(), ids=lambda op: op.name)
 def test_a_row_uses_the_operands_it_names_and_no_other(op: object) -> None:
     assert isinstance(op, type(OPS["gla"]))
-    x = op.operands(SIZES, dtype=torch.float64, device=torch.device("cpu")).map(lambda x: x.requires_grad_())
-    transition, write = op.make(x)
+    x = random_operands(op, SIZES, dtype=torch.float64, device=torch.device("cpu")).map(lambda x: x.requires_grad_())
+    transition, write = op.build(x)
     scan(x.q, x.k, x.v, transition, write=write).output.sum().backward()
     assert {name for name, tensor in x.named() if tensor.grad is not None} == op.inputs(x).keys()
 
 
 def test_operands_have_the_ranges_that_published_timings_had() -> None:
-    x = random_operands(Sizes(2, 400, 4, 8, 32, 16), dtype=torch.bfloat16, device=torch.device("cpu"))
+    x = random_operands(OPS["gla"], Sizes(2, 400, 4, 8, 32, 16), dtype=torch.bfloat16, device=torch.device("cpu"))
     for vectors in (x.q, x.k):
         assert vectors.float().norm(dim=-1).sub(1).abs().max() < 1e-2  # rounding to bfloat16
     assert x.q.dtype == x.beta.dtype == torch.bfloat16 and x.scalar_decay.dtype == torch.float32
@@ -88,7 +90,7 @@ def test_operands_have_the_ranges_that_published_timings_had() -> None:
 
 def test_a_seed_decides_the_operands() -> None:
     one, two, other = (
-        random_operands(SIZES, dtype=torch.float32, device=torch.device("cpu"), seed=s) for s in (0, 0, 1)
+        random_operands(OPS["gla"], SIZES, dtype=torch.float32, device=torch.device("cpu"), seed=s) for s in (0, 0, 1)
     )
     assert torch.equal(one.v, two.v) and not torch.equal(one.v, other.v)
 

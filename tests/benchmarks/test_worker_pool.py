@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from statemix.worker_pool import run_isolated
+from statemix.benchmarks.worker_pool import run_isolated
 
 TASKS = """\
 import os, time

@@ -1,13 +1,13 @@
 """Choosing tile sizes for one size of head on this GPU: ``statemix bench --tune``.
 
-Each candidate differs from the present row in the tiles of one kernel. All of them are compiled and held against
-float64 first, several at a time, each in a process that it may take down; those that are right are then timed one by
-one, the launches alone, since what Python takes to start them differs by more from run to run. The best choice for each
-kernel goes into one row, which is checked and timed like the others. A row is as good as the geometric mean, over the
-recurrences asked for, of forward and of forward and backward against the present row.
+Each candidate differs from the present configuration in the tiles of one kernel. All of them are compiled and held
+against float64 first, several at a time, each in a process that it may take down; those that are right are then timed
+one by one, the launches alone, since what Python takes to start them differs by more from run to run. The best choice
+for each kernel goes into one configuration, which is checked and timed like the others. It is as good as the geometric
+mean, over the recurrences asked for, of forward and of forward and backward against the present one.
 
-Each family of kernels has rows of its own, so recurrences of one family are tuned together. A row serves all of them,
-whole heads and blocks as wide: the best one is checked for those that were not asked for too.
+Each family of kernels has configurations of its own, so recurrences of one family are tuned together. One serves all of
+them, whole heads and blocks as wide: the best is checked for those that were not asked for too.
 """
 
 import math
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from statemix.harness.recurrences import NamedRecurrence
 from statemix.kernels.launch_config import (
     Config,
     Family,
@@ -32,7 +33,8 @@ from statemix.kernels.launch_config import (
 )
 
 from .against_float64 import Case, check_case
-from .ops import OPS, Op, Sizes, find_ops
+from .measured_on import gpu_name
+from .ops import OPS, Sizes, find_ops
 from .timed_scan import TimedScan
 from .timing import graph_ms, time_both_ways
 from .worker_pool import run_isolated
@@ -94,7 +96,7 @@ class Outcome:
     times: Times
 
     def score(self, present: "Outcome") -> float:
-        """Geometric mean of times relative to those of the present row: below 1 is faster."""
+        """Geometric mean of times relative to those of the present one: below 1 is faster."""
         logs = [
             math.log(mine / theirs)
             for op, both in self.times.items()
@@ -105,7 +107,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The row to keep, and what it gained: ``score`` of ``Outcome``, 1 when the present row is the best."""
+    """The configuration to keep, and its ``score`` of ``Outcome``, 1 when the present one is the best."""
 
     row: TunedRow
     score: float
@@ -125,24 +127,13 @@ def tune(
     """Try the candidates for heads of this size; ``show`` gets a line for each as it ends.
 
     Raises:
-        ValueError: no GPU, recurrences that do not share a row, or the present row itself is wrong.
+        ValueError: no GPU, recurrences that do not share a configuration, or the present one is wrong.
     """
     if device.type != "cuda" and backend == "triton":
         raise ValueError(f"tune: expected a GPU, got device {device.type}; the torch forms have no tiles to choose")
     found = find_ops(tuple(ops))
-    kinds = {(op.kernels, op.blocks) for op in found}
-    if len(kinds) != 1:
-        got = ", ".join(f"{op.name} ({op.kernels}, {op.blocks} blocks)" for op in found)
-        raise ValueError(
-            "ops: expected recurrences that share a row, of one family of kernels and one number of blocks, got "
-            f"{got}; tune them apart"
-        )
-    [(kernels, blocks)] = kinds
-    if sizes.key_dim % blocks:
-        raise ValueError(f"key_dim: expected a multiple of {blocks} blocks, got {sizes.key_dim}; choose another")
-    row_of = additive_config if kernels == "additive" else delta_config
     family = device_family(device)
-    present: Config = row_of(family, sizes.key_dim // blocks, sizes.value_dim, dtype)
+    present = _present_config(found, family, sizes, dtype)
     first = Trial(present, family, sizes, dtype, tuple(ops), str(device), backend)
     tried = candidates(first.row)
     trials = [replace(first, config=config) for config in tried if matters(config, present, found)]
@@ -160,7 +151,7 @@ def tune(
         best = base
     measured = {
         "sizes": str(sizes),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
+        "gpu": gpu_name(str(device)),
         "torch": torch.__version__,
         "ms": {op: both._asdict() for op, both in best.times.items()},
         "ms_before": {op: both._asdict() for op, both in base.times.items()},
@@ -168,8 +159,24 @@ def tune(
     return Tuned(replace(first, config=best.config).row, best.score(base), measured)
 
 
+def _present_config(ops: Sequence[NamedRecurrence], family: Family, sizes: Sizes, dtype: torch.dtype) -> Config:
+    """The configuration that recurrences of one kind have now."""
+    kinds = {(op.kernels, op.blocks) for op in ops}
+    if len(kinds) != 1:
+        got = ", ".join(f"{op.name} ({op.kernels}, {op.blocks} blocks)" for op in ops)
+        raise ValueError(
+            "ops: expected recurrences that share a configuration, of one family of kernels and one number of blocks, "
+            f"got {got}; tune them apart"
+        )
+    [(kernels, blocks)] = kinds
+    if sizes.key_dim % blocks:
+        raise ValueError(f"key_dim: expected a multiple of {blocks} blocks, got {sizes.key_dim}; choose another")
+    config_of = additive_config if kernels == "additive" else delta_config
+    return config_of(family, sizes.key_dim // blocks, sizes.value_dim, dtype)
+
+
 def join_best(outcomes: Sequence[Outcome], base: Outcome) -> Config:
-    """The present row with, for each kernel, the tiles that gained most on their own."""
+    """The present configuration with, for each kernel, the tiles that gained most on their own."""
     joined = base.config
     for field in fields(joined):
         changed = [
@@ -256,7 +263,7 @@ def time_trial(trial: Trial) -> Times:
     return times
 
 
-def _call_on(op: Op, trial: Trial) -> tuple[Callable[[], Tensor], list[Tensor]]:
+def _call_on(op: NamedRecurrence, trial: Trial) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """A call of ``scan``, and the inputs that get gradients: all but RetNet's constants."""
     dtype = str(trial.dtype).removeprefix("torch.")
     timed = TimedScan(op.name, trial.sizes, dtype, trial.device, trial.backend, is_recomputed=False, rep_ms=REP_MS)
@@ -264,13 +271,13 @@ def _call_on(op: Op, trial: Trial) -> tuple[Callable[[], Tensor], list[Tensor]]:
     return timed.call_on(operands), [x for x in op.inputs(operands).values() if x.requires_grad]
 
 
-def matters(config: Config, present: Config, ops: Sequence[Op]) -> bool:
-    """Whether one of the recurrences runs a kernel that differs from the present row."""
+def matters(config: Config, present: Config, ops: Sequence[NamedRecurrence]) -> bool:
+    """Whether one of the recurrences runs a kernel that differs from the present one."""
     changed = {f.name for f in fields(config) if getattr(config, f.name) != getattr(present, f.name)}
     return not changed or any(not changed.isdisjoint(_read_by(op)) for op in ops)
 
 
-def _read_by(op: Op) -> set[str]:
+def _read_by(op: NamedRecurrence) -> set[str]:
     """The fields whose kernels a recurrence runs. ``walk`` also has a say in where any is cut, which ``fill`` tries."""
     shared = {"chunk_size", "fill", "summary"}
     has_channels = "channel_decay" in op.uses
@@ -284,11 +291,11 @@ def _read_by(op: Op) -> set[str]:
 
 
 def _say(config: Config, present: Config) -> str:
-    """A configuration by what differs from the present row."""
+    """A configuration by what differs from the present one."""
     changes = []
     for field in fields(config):
         value = getattr(config, field.name)
         if value != getattr(present, field.name):
-            said = "x".join(map(str, asdict(value).values())) if isinstance(value, Tiles) else value
-            changes.append(f"{field.name} {said}")
+            text = "x".join(map(str, asdict(value).values())) if isinstance(value, Tiles) else value
+            changes.append(f"{field.name} {text}")
     return ", ".join(changes) or "present tiles"

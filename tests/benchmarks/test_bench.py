@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from statemix import bench
+from statemix.benchmarks import bench
+from statemix.benchmarks.ops import OPS, Sizes, names_of
+from statemix.benchmarks.timing import Timing
+from statemix.benchmarks.tune_command import save_tuning
 from statemix.cli import main
 from statemix.kernels.launch_config import TunedRow, additive_config, delta_config, override
-from statemix.kernels.tuning_file import save_tuning
-from statemix.ops import OPS, Sizes, names_of
 from statemix.recipes import load
-from statemix.timing import Timing
 from statemix.transitions import DiagonalGate, Householder, Product
 
 CPU = torch.device("cpu")
@@ -132,8 +132,8 @@ def test_tiles_of_a_file_are_in_use_while_it_times(monkeypatch: pytest.MonkeyPat
 def test_tuning_writes_its_file_and_says_what_it_gained(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from statemix.benchmarks.tuning import Tuned
     from statemix.kernels.tuning_file import load_tuning
-    from statemix.tuning import Tuned
 
     sizes = ("sm_90", 8, 8, torch.float32)
     rows = {row_of: TunedRow(*sizes, row_of(*sizes)) for row_of in (additive_config, delta_config)}
@@ -144,7 +144,7 @@ def test_tuning_writes_its_file_and_says_what_it_gained(
         row_of = delta_config if "kda" in options["ops"] else additive_config
         return Tuned(rows[row_of], 0.8 if row_of is additive_config else 1.0, {"gpu": "a name"})
 
-    monkeypatch.setattr("statemix.tuning.tune", tune)
+    monkeypatch.setattr("statemix.benchmarks.tuning.tune", tune)
     assert main(["bench", *TINY, "--tune", "--out", "t.json"]) == 0
     assert load_tuning("t.json") == list(rows.values())
     assert {call["sizes"] for call in asked} == {Sizes(1, 12, 1, 1, 8, 8)}
@@ -157,8 +157,8 @@ def test_tuning_writes_its_file_and_says_what_it_gained(
 
 
 def test_what_was_tuned_is_kept_when_the_next_family_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from statemix.benchmarks.tuning import Tuned
     from statemix.kernels.tuning_file import load_tuning
-    from statemix.tuning import Tuned
 
     row = TunedRow("sm_90", 8, 8, torch.float32, additive_config("sm_90", 8, 8, torch.float32))
 
@@ -167,18 +167,20 @@ def test_what_was_tuned_is_kept_when_the_next_family_fails(monkeypatch: pytest.M
             raise ValueError("a fault")
         return Tuned(row, 1.0, {})
 
-    monkeypatch.setattr("statemix.tuning.tune", tune)
+    monkeypatch.setattr("statemix.benchmarks.tuning.tune", tune)
     with pytest.raises(ValueError, match="a fault"):
         main(["bench", *TINY, "--tune", "--out", "t.json"])
     assert load_tuning("t.json") == [row]
 
 
 def test_recurrences_are_tuned_together_where_they_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    from statemix.tuning import Tuned
+    from statemix.benchmarks.tuning import Tuned
 
     asked = list[list[str]]()
     row = TunedRow("sm_90", 8, 8, torch.float32, additive_config("sm_90", 8, 8, torch.float32))
-    monkeypatch.setattr("statemix.tuning.tune", lambda sizes, *, ops, **_: (asked.append(ops), Tuned(row, 1.0, {}))[1])
+    monkeypatch.setattr(
+        "statemix.benchmarks.tuning.tune", lambda sizes, *, ops, **_: (asked.append(ops), Tuned(row, 1.0, {}))[1]
+    )
     ops = ["kda_blocks", "gla", "kda", "deltanet", "retnet", "deltanet_blocks", "gla"]
     assert main(["bench", *TINY, "--tune", "--out", "t.json", "--op", *ops]) == 0
     assert asked == [["kda_blocks", "deltanet_blocks"], ["gla", "retnet"], ["kda", "deltanet"]]
