@@ -1,6 +1,8 @@
 # make demo       train the quickstart hybrid beside its attention twin: about two minutes after the install
 # make test       every test but the slow ones
-# make test-all   every test
+# make test-all   every test, and then `make test-versions`
+# make test-versions  what `make test` runs, under the oldest torch and Triton that pyproject.toml takes and under the
+#                 newest tried; gigabytes the first time, since torch comes built for CUDA
 # make lint       ruff, mypy and the limits on lines of code
 # make compile-matrix   every kernel for every family of GPUs under three versions of Triton, into docs/results; no GPU
 #                       needed, an hour or two the first time, later what has changed
@@ -19,9 +21,10 @@ export PYTHONSAFEPATH = 1
 # ran at 120 tokens/s without it and at 2,800 with it.
 export OMP_WAIT_POLICY = passive
 
-pip_install = .venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+pip = -m pip install --quiet --quiet --disable-pip-version-check
+pip_install = .venv/bin/python $(pip) --constraint constraints.txt
 
-.PHONY: demo test test-all lint compile-matrix docs clean other-python
+.PHONY: demo test test-all test-versions lint compile-matrix docs clean other-python
 .DELETE_ON_ERROR:
 
 demo: .venv/.installed-test
@@ -32,6 +35,22 @@ test: .venv/.installed-test
 
 test-all: .venv/.installed-test
 	.venv/bin/pytest -n auto
+	$(MAKE) test-versions
+
+versions = oldest newest
+
+test-versions: $(versions:%=build/%/.installed)
+	build/oldest/bin/pytest -n auto -m "not slow"
+	build/newest/bin/pytest -n auto -m "not slow"
+
+# Of two pins of a package the first is kept: that of the version's own file.
+$(versions:%=build/%/.installed): build/%/.installed: constraints-%.txt constraints.txt pyproject.toml
+	@echo "installing statemix[test] into build/$*; the first time takes minutes"
+	$(PYTHON) -m venv --clear build/$*
+	awk -F== '!seen[$$1]++' constraints-$*.txt constraints.txt > build/$*/constraints.txt
+	build/$*/bin/python $(pip) --constraint build/$*/constraints.txt setuptools
+	build/$*/bin/python $(pip) --constraint build/$*/constraints.txt --no-build-isolation --editable ".[test]"
+	@touch $@
 
 lint: .venv/.installed-dev
 	.venv/bin/ruff check
@@ -47,7 +66,7 @@ compile-matrix: .venv/.installed-test $(triton_versions:%=build/triton-%/.instal
 	.venv/bin/python tools/compile_matrix.py $(triton_versions:%=build/triton-%)
 
 build/triton-%/.installed: | .venv/.installed-test
-	.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --target build/triton-$* triton==$*
+	.venv/bin/python $(pip) --no-deps --target build/triton-$* triton==$*
 	@touch $@
 
 # --quiet would hide the warnings that --strict counts. The variable silences a notice about the future of MkDocs.
