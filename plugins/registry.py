@@ -85,7 +85,7 @@ class Registry(Generic[Part]):
         taken = self._classes.get(name)
         if name in self._aliases or (taken is not None and taken.__module__ != cls.__module__):
             owner = f"{taken.__name__} of {taken.__module__}" if taken is not None else "an alias of the package"
-            raise ValueError(f"{cls.__name__}: expected a new name, got {name!r}, that of {owner}; rename the class")
+            raise ValueError(f"{cls.__name__}: expected a new name, got {name!r}, that of {owner}; rename it")
         self._classes[name] = cls
         self._class_of_config[cls.Config] = cls
         return cls
