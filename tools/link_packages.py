@@ -22,7 +22,9 @@ def main() -> None:
     for file in (ROOT / folders.pop("statemix")).iterdir():
         (umbrella / file.name).symlink_to(file)
     for package, folder in folders.items():
-        (umbrella / package.removeprefix("statemix.")).symlink_to(ROOT / folder)
+        name = package.removeprefix("statemix.")
+        if "." not in name:  # a package inside a package lies in its folder already
+            (umbrella / name).symlink_to(ROOT / folder)
 
 
 if __name__ == "__main__":

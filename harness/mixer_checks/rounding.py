@@ -3,7 +3,7 @@
 The mixer runs in its high precision, but every parameter and what enters and leaves each innermost submodule takes a
 random relative error of up to half an eps of the low precision, forward and backward. A few such runs say how far a
 run in that precision may be off. It rounds in more places than these, hence MARGIN: over 250 runs of the package's
-mixers the worst row was 8 times further off in float32, 4 times in bfloat16; twice that is allowed.
+mixers the worst vector was 8 times further off in float32, 4 times in bfloat16; twice that is allowed.
 """
 
 from typing import Any
@@ -11,31 +11,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .context import CheckFailure
-from .mixer_context import MixerContext, Probe, Run, place
+from statemix.harness.allowance import Excess
+from statemix.harness.check import CheckFailure
+
+from .checked_mixer import CheckedMixer, Probe, Run
 
 DRAWS = 4
 MARGIN = {torch.float32: 16.0, torch.bfloat16: 8.0}
 
 
-def expect_within_rounding(context: MixerContext, got: dict[str, Tensor], run: Run, dtype: torch.dtype) -> None:
+def expect_within_rounding(mixer: CheckedMixer, got: dict[str, Tensor], run: Run, dtype: torch.dtype) -> None:
     """``got`` is ``run`` in the high precision, but for errors of the size that rounding to ``dtype`` makes."""
-    exact = run(context.probe())
-    noisy = [run(_noisy(context.probe(), torch.finfo(dtype).eps, draw)) for draw in range(DRAWS)]
+    exact = run(mixer.probe())
+    noisy = [run(_noisy(mixer.probe(), torch.finfo(dtype).eps, draw)) for draw in range(DRAWS)]
     for name, x in got.items():
-        want = exact[name].detach().double()
-        error, size = _rows(x.detach().double() - want), _rows(want)
-        noise = torch.stack([_rows(run[name].detach().double() - want) for run in noisy]).amax(0)
+        expected = exact[name].detach().double()
+        error, size = _lengths(x.detach().double() - expected), _lengths(expected)
+        noise = torch.stack([_lengths(other[name].detach().double() - expected) for other in noisy]).amax(0)
         allowed = MARGIN[dtype] * (noise + torch.finfo(dtype).eps * size)
         beyond = torch.where(error.isfinite(), error - allowed, torch.inf).flatten()
         if beyond.numel() and beyond.max() > 0:
-            row = torch.unravel_index(beyond.argmax(), error.shape)
-            errors = f"error {error[row].item():.3g}, allowed {allowed[row].item():.3g}"
-            raise CheckFailure(f"{name}{place(name, [int(i) for i in row])}: {errors} for {dtype}")
+            index = torch.unravel_index(beyond.argmax(), error.shape)
+            excess = Excess(tuple(map(int, index)), error[index].item(), allowed[index].item())
+            raise CheckFailure(f"{name}{mixer.place(name, excess.index)}: {excess} for {dtype}")
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Length of each row; a tensor of one axis is one row."""
+def _lengths(x: Tensor) -> Tensor:
+    """Length of each vector along the last axis; a tensor of one axis is one vector."""
     return torch.linalg.vector_norm(x, dim=-1)
 
 

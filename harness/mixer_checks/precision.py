@@ -1,25 +1,24 @@
 """Checks of precisions: a module computes in the one it is cast to, and low ones cost what rounding costs."""
 
-import contextlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .context import CheckFailure
-from .mixer_check import mixer_check
-from .mixer_context import BATCH, MixerContext, Probe, expect_finite
+from statemix.harness.check import CheckFailure, check
+
+from .checked_mixer import CheckedMixer, Probe
 from .rounding import expect_within_rounding
 
 STEP = 1e-4  # its square, the error of a central difference, and eps / STEP are both far below a gradient
 ADVICE = "; if the mixer cannot compute in float64, check it with dtype=torch.float32"
 
 
-@mixer_check("a float64 module computes in float64: a cast inside would blind the exact checks", needs_float64=True)
-def float64_is_kept(context: MixerContext, seq_len: int) -> None:
+@check("a float64 module computes in float64: a cast inside would blind the exact checks", needs=["float64"])
+def float64_is_kept(mixer: CheckedMixer) -> None:
     """The response to a step of 1e-8 is twice that to half the step; float32 has no digits left to show it."""
-    probe = context.probe()
-    hidden, step = probe.hidden(BATCH, seq_len), 1e-8 * probe.hidden(BATCH, seq_len, draw=1)
+    probe = mixer.probe()
+    hidden, step = probe.hidden(), 1e-8 * probe.hidden(draw=1)
     try:
         with torch.no_grad():
             base, half, full = (probe.run(hidden + size * step)[0] for size in (0.0, 0.5, 1.0))
@@ -30,19 +29,18 @@ def float64_is_kept(context: MixerContext, seq_len: int) -> None:
         raise CheckFailure(f"output: steps of 1e-8 and 0.5e-8 give responses that differ by {bend:.1g}{ADVICE}")
 
 
-@mixer_check(
-    "autograd gives the derivative that small steps measure, for the input and each parameter", needs_float64=True
-)
-def gradients_are_derivatives(context: MixerContext, seq_len: int) -> None:
+@check("autograd gives the derivative that small steps measure, for the input and each parameter", needs=["float64"])
+def gradients_are_derivatives(mixer: CheckedMixer) -> None:
     """Along one random direction a tensor. Steps of two sizes say how far their differences can be trusted."""
-    probe = context.probe()
-    hidden = probe.hidden(BATCH, min(seq_len, 5) + 1).requires_grad_()
-    weight = probe.hidden(BATCH, hidden.shape[1], draw=1)
+    probe = mixer.probe()
+    seq_len = min(mixer.seq_len, 5)
+    hidden = probe.hidden(seq_len=seq_len + 1).requires_grad_()
+    weight = probe.hidden(seq_len=seq_len + 1, draw=1)
 
     def terms() -> Tensor:
-        return probe.run(hidden, [hidden.shape[1] - 1, 1])[0] * weight
+        return probe.run(hidden, [seq_len, 1])[0] * weight
 
-    leaves = {"hidden": hidden, **dict(probe.mixer.named_parameters())}
+    leaves = {"hidden": hidden, **probe.parameters()}
     grads = torch.autograd.grad(terms().sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
     generator = torch.Generator().manual_seed(probe.seed + 2)
     for (name, x), grad in zip(leaves.items(), grads, strict=True):
@@ -66,40 +64,34 @@ def _difference(terms: Callable[[], Tensor], x: Tensor, step: Tensor) -> Tensor:
     return (sums[1] - sums[0]).sum() / 2
 
 
-@mixer_check("a float32 module is as close to float64 as rounding to float32 allows, gradients too", needs_float64=True)
-def float32_is_close(context: MixerContext, seq_len: int) -> None:
-    _expect_low_precision(context, seq_len, torch.float32)
+@check("a float32 module is as close to float64 as rounding to float32 allows, gradients too", needs=["float64"])
+def float32_is_close(mixer: CheckedMixer) -> None:
+    _expect_low_precision(mixer, torch.float32)
 
 
-@mixer_check("a bfloat16 module is as close as rounding to bfloat16 allows, gradients and a carried state too")
-def bfloat16_is_close(context: MixerContext, seq_len: int) -> None:
-    _expect_low_precision(context, seq_len, torch.bfloat16)
+@check("a bfloat16 module is as close as rounding to bfloat16 allows, gradients and a carried state too")
+def bfloat16_is_close(mixer: CheckedMixer) -> None:
+    _expect_low_precision(mixer, torch.bfloat16)
 
 
-@mixer_check("autocast with the backward pass outside it: float32 gradients, as close as rounding to bfloat16 allows")
-def autocast_is_close(context: MixerContext, seq_len: int) -> None:
-    probe = context.probe(torch.float32)
-    got = _two_calls(probe, seq_len, autocast=True)
+@check("autocast with the backward pass outside it: float32 gradients, as close as rounding to bfloat16 allows")
+def autocast_is_close(mixer: CheckedMixer) -> None:
+    got = mixer.probe(torch.float32).two_calls(autocast=True)[0]
     for name, x in got.items():
         if name.startswith("d ") and x.dtype != torch.float32:
             raise CheckFailure(f"{name}: expected a gradient in torch.float32, got {x.dtype}")
-    expect_finite(got)
-    expect_within_rounding(context, got, lambda p: _two_calls(p, seq_len), torch.bfloat16)
+    mixer.expect_finite(got)
+    expect_within_rounding(mixer, got, _two_calls, torch.bfloat16)
 
 
-def _expect_low_precision(context: MixerContext, seq_len: int, dtype: torch.dtype) -> None:
-    got = _two_calls(context.probe(dtype), seq_len)
+def _expect_low_precision(mixer: CheckedMixer, dtype: torch.dtype) -> None:
+    got = _two_calls(mixer.probe(dtype))
     for name, x in got.items():
         if x.dtype != dtype:
             raise CheckFailure(f"{name}: expected {dtype}, got {x.dtype}")
-    expect_finite(got)
-    expect_within_rounding(context, got, lambda probe: _two_calls(probe, seq_len), dtype)
+    mixer.expect_finite(got)
+    expect_within_rounding(mixer, got, _two_calls, dtype)
 
 
-def _two_calls(probe: Probe, seq_len: int, *, autocast: bool = False) -> dict[str, Tensor]:
-    """Output and gradients of a call and of one more token after it; the backward pass is outside autocast."""
-    hidden = probe.hidden(BATCH, seq_len + 1).requires_grad_()
-    guard = torch.autocast(probe.device.type, dtype=torch.bfloat16) if autocast else contextlib.nullcontext()
-    with guard:
-        output = probe.run(hidden, [seq_len, 1])[0]
-    return {"output": output} | probe.differentiate({"output": output}, {"hidden": hidden})
+def _two_calls(probe: Probe) -> dict[str, Tensor]:
+    return probe.two_calls()[0]

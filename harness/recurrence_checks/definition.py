@@ -1,4 +1,4 @@
-"""The definition every form is held against: dense M_t, one sub-step after another, document after document.
+"""The definition every form is held against: dense M_t, one micro-step after another, document after document.
 
     S <- S M_tj + w_tj v_tj k_tj^T   for j = 1..n;      o_t = scale * S q_t
 
@@ -8,10 +8,9 @@ It shares nothing with ``scan`` but ``materialize``, which a check of its own ho
 import torch
 from torch import Tensor
 
+from statemix.harness.problem import Problem
 from statemix.kernels import expand_heads
 from statemix.transitions import ScanResult
-
-from .problem import Problem
 
 
 def definition(problem: Problem, scale: float | None = None) -> ScanResult:
@@ -54,7 +53,7 @@ def _writes(problem: Problem) -> Tensor:
 
 
 def _documents(problem: Problem) -> list[tuple[slice, int, int]]:
-    """Rows of the state with the tokens that act on them: the batch as a whole, or each packed document."""
+    """Sequences of the state with the tokens that act on them: the batch as a whole, or each packed document."""
     if problem.cu_seqlens is None:
         return [(slice(None), 0, problem.q.shape[1])]
     offsets = problem.cu_seqlens.tolist()

@@ -6,20 +6,20 @@
 import torch
 from torch import Tensor
 
+from statemix.harness.allowance import Reference
+from statemix.harness.check import CheckFailure, check
+from statemix.harness.source_lines import lines_of
 from statemix.kernels import NormalForm, expand_heads
 
-from .allowance import Reference
-from .check import check
-from .context import CheckFailure, Context
-from .problem import Problem, Sizes
-from .source_lines import lines_of
+from .algebra import matrix_of
+from .recurrence import Recurrence
 
 
-@check("lower() is another way to write apply(): both stand for one M_t", needs_chunk_form=True, needs_float64=True)
-def lower_is_apply(context: Context, sizes: Sizes) -> None:
-    problem = context.problem(sizes)
-    exact = _materialized(problem, sizes)
-    low = _materialized(problem.to(torch.float32), sizes)
+@check("lower() is another way to write apply(): both stand for one M_t", needs=["has_chunk_form", "float64"])
+def lower_is_apply(recurrence: Recurrence) -> None:
+    problem = recurrence.problem()
+    exact = matrix_of(problem)
+    low = matrix_of(problem.to(torch.float32))
     for method in ("lower", "lower_factored"):
         got = normal_form_matrix(getattr(problem.transition, method)(), exact)
         _expect_equal(got, exact, low, method, type(problem.transition))
@@ -29,9 +29,9 @@ def _expect_equal(got: Tensor, exact: Tensor, low: Tensor, method: str, cls: typ
     excess = Reference(exact, low).excess(got)
     if excess is None:
         return
-    batch, token, head, row = excess.row
-    column = int((got - exact)[excess.row].abs().argmax())
-    by_apply, lowered = (x[excess.row][column].item() for x in (exact, got))
+    batch, token, head, row = excess.index
+    column = int((got - exact)[excess.index].abs().argmax())
+    by_apply, lowered = (x[excess.index][column].item() for x in (exact, got))
     raise CheckFailure(
         f"{method}() disagrees with apply(): M_t[{row}, {column}] at [batch {batch}, token {token}, head {head}]: "
         f"apply() gives {by_apply:.6g}, {method}() gives {lowered:.6g}; "
@@ -64,9 +64,3 @@ def _by_channel(form: NormalForm, key_dim: int) -> Tensor:
     assert form.log_decay is not None
     log_decay = form.log_decay if form.log_decay.ndim in (2, 4) else form.log_decay.unsqueeze(-1)
     return log_decay.repeat_interleave(key_dim // log_decay.shape[-1], dim=-1)
-
-
-def _materialized(problem: Problem, sizes: Sizes) -> Tensor:
-    lead = (sizes.batch, sizes.seq_len, sizes.num_value_heads)
-    matrix = problem.transition.materialize(sizes.key_dim).to(problem.q)
-    return matrix.expand(*lead, sizes.key_dim, sizes.key_dim)
