@@ -95,6 +95,11 @@ def expect_definition(operands: DeltaOperands, limits: tuple[float, float] = FLO
     return got
 
 
+def decays(*quick: str) -> list[Any]:
+    """Every decay; those that are not ``quick`` in `make test-all` alone, where a case takes seconds."""
+    return [decay if decay in quick else pytest.param(decay, marks=pytest.mark.slow) for decay in DECAYS]
+
+
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize(("num_steps", "seq_len"), [(1, 35), (2, 18), (3, 12)])
 def test_operands(decay: str, num_steps: int, seq_len: int) -> None:
@@ -136,7 +141,7 @@ def test_shapes(decay: str, seq_len: int, heads: Any, dims: Any, is_tied: bool, 
     expect_definition(operands, loss=loss)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", decays("scalar"))
 def test_blocks_share_a_value_and_add_up(decay: str) -> None:
     expect_definition(draw_delta(decay, batch=2, seq_len=35, heads=(2, 2, 1, 2), dims=(16, 20), blocks=2))
     operands = draw_delta(
@@ -154,7 +159,7 @@ def test_blocks_share_a_value_and_add_up(decay: str) -> None:
     expect_equal(differentiate(operands, functools.partial(kernels, recompute=True)), got)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", decays("diagonal"))
 def test_blocks_in_16_bits_and_memory(decay: str) -> None:
     operands = draw_delta(decay, seq_len=35, heads=(2, 2, 2, 2), dims=(20, 8), blocks=2, dtype=torch.float16)
     got = expect_definition(operands, FLOAT16)
@@ -165,6 +170,7 @@ def test_blocks_in_16_bits_and_memory(decay: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow
 def test_blocks_in_segments() -> None:
     operands = draw_delta("none", seq_len=262, heads=(2, 2, 2, 2), dims=(8, 4), blocks=2, documents=[0, 3, 260])
     expect_segments(operands, loss="both")
@@ -226,12 +232,12 @@ def test_shapes_without_a_token_leave_the_state(decay: str) -> None:
         assert output.shape == (1, 0, 2 // blocks, 12) and torch.equal(final_state, operands.initial_state)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", decays("none", "diagonal"))
 def test_segments(decay: str) -> None:
     expect_segments(draw_delta(decay, seq_len=290, heads=ONE_HEAD, dims=(8, 4)), loss="both")
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("decay", decays("scalar"))
 def test_segments_packed(decay: str) -> None:
     """Without initial and final states under one decay, so that both joins start from nothing too."""
     absent, loss = (("initial_state",), "output") if decay == "scalar" else (FREE, "both")
