@@ -34,9 +34,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .channel_levels_triton import is_later, level_factors, split_gate, spread, spread_tables, sum_tables, sums
-from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
+from .operands import ScanOperands
 from .spans import Spans, ceil_div, power_of_2_from
 from .tile_triton import load_rows, load_scalars, load_step, locate_chunk, store_value_gradients
 
@@ -333,7 +333,7 @@ def channel_gradients(
 
 
 def erasure_gradients(
-    operands: DeltaOperands,
+    operands: ScanOperands,
     corrected: Tensor,
     residual: Tensor,
     states: Tensor,
