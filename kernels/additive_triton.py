@@ -63,7 +63,8 @@ def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor
     Returns:
         output [B, T, HV, V] in the dtype of q, final_state [N, HV, V, K] float32, saved.
     """
-    num_steps, operands = operands.num_steps, _one_step_a_token(operands).contiguous()
+    num_steps = operands.num_steps
+    operands = _one_step_a_token(operands, num_steps).contiguous()
     plan = _plan(operands)
     decayed = _decayed(operands, plan, scale)
     output = plan.cut.chunks.rows_like(operands.v)
@@ -85,7 +86,8 @@ def backward(
 ) -> Gradients:
     """Gradients of every operand, that of log_decay where it is asked for; arguments as ``forward``."""
     given, num_steps = operands, operands.num_steps
-    operands, grad_output = _one_step_a_token(given).contiguous(), _at_step(grad_output, -1, num_steps).contiguous()
+    operands = _one_step_a_token(given, num_steps).contiguous()
+    grad_output = _at_step(grad_output, -1, num_steps).contiguous()
     grad_final = None if grad_final is None else grad_final.contiguous()
     plan = _plan(operands)
     if saved is not None:
@@ -136,11 +138,11 @@ def _row_gradients(
     return others.q, others.k, others.gate
 
 
-def _one_step_a_token(operands: ScanOperands) -> ScanOperands:
+def _one_step_a_token(operands: ScanOperands, num_steps: int) -> ScanOperands:
     """n writes a token as n tokens."""
-    num_steps, log_decay = operands.num_steps, operands.log_decay
     if num_steps == 1:
         return operands
+    log_decay = operands.log_decay
     q = operands.q.unsqueeze(2).expand(-1, -1, num_steps, -1, -1).flatten(1, 2)
     log_decay = None if log_decay is None else _at_step(log_decay, 0, num_steps)
     cu_seqlens = None if operands.cu_seqlens is None else operands.cu_seqlens * num_steps

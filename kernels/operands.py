@@ -68,6 +68,12 @@ class ScanOperands(NamedTuple):
     blocks: int = 1
 
     @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """Every tensor that can have a gradient, in the order of ``Gradients``."""
+        tensors: tuple[Any, ...] = self[:8]
+        return tensors
+
+    @property
     def decay(self) -> Decay:
         return Decay.NONE if self.log_decay is None else _DECAY_BY_NDIM[self.log_decay.ndim]
 
@@ -79,7 +85,8 @@ class ScanOperands(NamedTuple):
     @property
     def num_steps(self) -> int:
         """n."""
-        return self.b.shape[1] // self.q.shape[1] if self.q.shape[1] else 1
+        seq_len = self.q.shape[1]
+        return self.b.shape[1] // seq_len if seq_len else 1
 
     @property
     def num_documents(self) -> int | None:
@@ -113,7 +120,10 @@ class ScanOperands(NamedTuple):
         return self.map(lambda x: x.to(dtype) if x.is_floating_point() else x)
 
     def contiguous(self) -> "ScanOperands":
-        return self.map(Tensor.contiguous)
+        for x in self[:9]:
+            if isinstance(x, Tensor) and not x.is_contiguous():
+                return self.map(Tensor.contiguous)
+        return self  # most often; each call of a scan comes here
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ScanOperands":
         """The same with every tensor changed."""

@@ -44,7 +44,7 @@ def chunk_kernels(operands: ScanOperands, *, scale: float, recompute: bool = Fal
     Raises:
         NotImplementedError: in a backward pass with create_graph=True; there is no second derivative.
     """
-    has_backward = needs_gradient(operands[:NUM_TENSORS])
+    has_backward = needs_gradient(operands.differentiable)
     save = has_backward and not recompute
     if is_traced(operands):
         output, final_state, _ = torch.ops.statemix.scan(*operands, scale, save)
@@ -58,7 +58,7 @@ def chunk_kernels(operands: ScanOperands, *, scale: float, recompute: bool = Fal
 
 def recurrent_kernels(operands: ScanOperands, *, scale: float) -> Results:
     """``chunk_kernels`` one token after another: faster for a few tokens, and without gradients."""
-    assert not needs_gradient(operands[:NUM_TENSORS])
+    assert not needs_gradient(operands.differentiable)
     if is_traced(operands):
         output, final_state = torch.ops.statemix.recurrent_scan(*operands, scale)
         return output, final_state
@@ -230,12 +230,12 @@ class _EagerScan(torch.autograd.Function):
         return output, final_state
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None, grad_final: Tensor | None) -> tuple[Any, ...]:
         def backward(operands: ScanOperands, tensors: list[Tensor], needs_decay_grad: bool) -> Gradients:
             saved = Saved.of(tensors, operands, ctx.segment_length) if tensors else None
-            return _backward(*grads, operands, saved, ctx.scale, needs_decay_grad)
+            return _backward(grad_output, grad_final, operands, saved, ctx.scale, needs_decay_grad)
 
-        return _differentiate(ctx, *grads, ctx.needs_input_grad, backward)
+        return _differentiate(ctx, grad_output, grad_final, ctx.needs_input_grad, backward)
 
 
 def saved_like(operands: ScanOperands) -> Saved:
@@ -268,7 +268,7 @@ def saved_like(operands: ScanOperands) -> Saved:
 
 
 def segments_of(operands: ScanOperands) -> tuple[int, int]:
-    """Segments of a walk over the micro-steps of erase pairs, and the length of one; 0 and 0 where sequences stay whole.
+    """Segments of a walk over the micro-steps of erase pairs, and the length of one; 0 and 0 where nothing is cut.
 
     Sizes may be symbolic.
     """

@@ -5,6 +5,7 @@ Nothing is saved between the two. Shapes: as in ``operands``.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,10 +37,9 @@ def backward(
         leaves = given.map(lambda x: x.detach().to(dtype).requires_grad_() if x.is_floating_point() else x)
         results = chunk_scan(leaves, scale=scale, chunk_size=CHUNK_SIZE)
         upstream = [grad_output.to(dtype), torch.zeros_like(results[1]) if grad_final is None else grad_final]
-        differentiable = leaves[: len(Gradients._fields)]
-        asked = [x for x in differentiable if x is not None]
+        asked = [x for x in leaves.differentiable if x is not None]
         grads = iter(torch.autograd.grad(results, asked, upstream, allow_unused=True, materialize_grads=True))
-    found = (None if x is None else next(grads).to(x.dtype).contiguous() for x in given[: len(Gradients._fields)])
+    found: Any = (None if x is None else next(grads).to(x.dtype).contiguous() for x in given.differentiable)
     made = Gradients(*found)
     return made if needs_decay_grad else made._replace(log_decay=None)
 

@@ -8,10 +8,8 @@ a tensor's values, except on the CPU to find out that a direction is a copy of t
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from statemix.kernels import (
-    NormalForm,
     ScanOperands,
     backend_named,
     device_obstacle,
@@ -65,21 +63,10 @@ def choose(inputs: ScanInputs, form: Form, backend: str, device: torch.device) -
             raise NotImplementedError(f"backend: {backend!r} cannot run, {operands}; use 'torch' or 'auto'")
         return Choice(_torch(inputs, form, f"not triton: {operands}"))
     if not is_triton:
-        return Choice(
-            Explanation(
-                "chunk", backend, _direction(inputs, erases=operands.erases, num_steps=operands.num_steps), "asked for"
-            ),
-            operands,
-        )
+        direction = _direction(inputs, operands.erases, operands.num_steps)
+        return Choice(Explanation("chunk", backend, direction, "asked for"), operands)
     backend_reason = "the tensors are on a GPU" if backend == "auto" else "asked for"
     return Choice(_triton(inputs, form, operands, backend_reason), operands)
-
-
-def lowered(inputs: ScanInputs) -> NormalForm:
-    """The normal form, with the write key itself wherever it erases along that; NotImplementedError if none."""
-    form = inputs.transition.lower().along(inputs.k)
-    num_micro_steps(form, inputs.k)
-    return form
 
 
 def operands_of(inputs: ScanInputs) -> ScanOperands:
@@ -87,7 +74,7 @@ def operands_of(inputs: ScanInputs) -> ScanOperands:
     initial = inputs.initial
     if initial is not None:
         initial = initial.to(torch.promote_types(inputs.q.dtype, torch.float32))
-    given = (inputs.q, inputs.k, inputs.v, lowered(inputs))
+    given = (inputs.q, inputs.k, inputs.v, inputs.transition.lower().along(inputs.k))
     return scan_operands(*given, write=inputs.write, initial_state=initial, cu_seqlens=inputs.cu_seqlens)
 
 
@@ -127,17 +114,16 @@ def _triton(inputs: ScanInputs, form: Form, operands: ScanOperands, backend_reas
     if inputs.seq_len < SHORTEST_CHUNKED_TRITON and not _needs_gradient(inputs):
         reason = f"{inputs.seq_len} tokens are fewer than {SHORTEST_CHUNKED_TRITON}, without gradients"
         return Explanation("recurrent", "triton", reason, backend_reason)
-    return Explanation(
-        "chunk", "triton", _direction(inputs, erases=operands.erases, num_steps=operands.num_steps), backend_reason
-    )
+    direction = _direction(inputs, operands.erases, operands.num_steps)
+    return Explanation("chunk", "triton", direction, backend_reason)
 
 
 def _torch(inputs: ScanInputs, form: Form, backend_reason: str) -> Explanation:
     if form == "recurrent":
         return Explanation("recurrent", "torch", "asked for", backend_reason)
     try:
-        found = lowered(inputs)
-        direction = _direction(inputs, erases=found.erase is not None, num_steps=num_micro_steps(found, inputs.k))
+        found = inputs.transition.lower().along(inputs.k)
+        direction = _direction(inputs, found.erase is not None, num_micro_steps(found, inputs.k))
     except NotImplementedError as error:
         if form != "auto":
             raise
@@ -150,7 +136,7 @@ def _torch(inputs: ScanInputs, form: Form, backend_reason: str) -> Explanation:
     return Explanation("chunk", "torch", direction, backend_reason)
 
 
-def _direction(inputs: ScanInputs, *, erases: bool, num_steps: int) -> str:
+def _direction(inputs: ScanInputs, erases: bool, num_steps: int) -> str:
     if not erases:
         return "no erasure"
     if num_steps == (1 if inputs.k.ndim == 4 else inputs.k.shape[2]):

@@ -102,8 +102,9 @@ def scan(
         chosen = choose(inputs, form, backend, q.device)
         _check_what_can_be_read(inputs, chosen.explanation)
         if recompute and torch.is_grad_enabled() and chosen.explanation.backend != "triton":
-            run, options = (inputs, chosen, scale, chunk_size), {"use_reentrant": False, "preserve_rng_state": False}
-            return ScanResult(*checkpoint(_run, *run, **options))
+            arguments = (inputs, chosen, scale, chunk_size)
+            results = checkpoint(_run, *arguments, use_reentrant=False, preserve_rng_state=False)
+            return ScanResult(*results)
         return _run(inputs, chosen, scale, chunk_size, recompute=recompute)
 
 

@@ -174,9 +174,9 @@ def expect_opcheck(given: ScanOperands) -> None:
     assert failures(OPERATORS.scan.default, *given, 0.3, True) == {}
     plain = detached(given)
     output, final_state, saved = OPERATORS.scan(*plain, 0.3, True)
-    grads = (output, final_state if given.initial_state is not None else None)
+    both = (output, final_state if given.initial_state is not None else None)
     segment_length = segments_of(given)[1] if saved and given.erases else 0
-    for grads, needs_decay_grad in ((grads, has_decay), ((None, final_state), False)):
+    for grads, needs_decay_grad in ((both, has_decay), ((None, final_state), False)):
         arguments = (*grads, *plain, saved, segment_length, 0.3, needs_decay_grad)
         assert failures(OPERATORS.scan_backward.default, *arguments) == {}
     assert failures(OPERATORS.recurrent_scan.default, *plain, 0.3) == {}
@@ -390,20 +390,25 @@ def test_on_a_gpu_results_and_gradients_are_those_of_the_definition(decay: str |
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["free", "additive"])
 @pytest.mark.parametrize("decay", DECAYS)
-def test_on_a_gpu_opcheck_passes(decay: str | None) -> None:
-    expect_opcheck(draw(decay, device="cuda"))  # a batch: chunks that packed documents leave unused stay unwritten
+def test_on_a_gpu_opcheck_passes(decay: str | None, variant: str) -> None:
+    expect_opcheck(
+        draw(decay, device="cuda", **VARIANTS[variant])
+    )  # a batch: chunks that packed documents leave unused stay unwritten
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("decay", "variant"), [("scalar", "tied"), ("diagonal", "free_without_factors")])
+@pytest.mark.parametrize(("decay", "variant"), COMPILED)
 def test_on_a_gpu_a_compiler_takes_it_whole_and_again_for_other_lengths(decay: str, variant: str) -> None:
     run_in_one_graph(decay, variant, torch.bfloat16, "cuda")
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_cuda_graph_replays_it() -> None:
-    given = detached(draw("diagonal", packed=True, seq_len=150, dtype=torch.bfloat16, device="cuda", dims=(64, 64)))
+@pytest.mark.parametrize("erases", [False, True])
+def test_on_a_gpu_a_cuda_graph_replays_it(erases: bool) -> None:
+    sizes: dict[str, Any] = {"seq_len": 150, "dtype": torch.bfloat16, "device": "cuda", "dims": (64, 64)}
+    given = detached(draw("diagonal", packed=True, erases=erases, **sizes))
     wanted = chunk_kernels(given, scale=0.3)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
