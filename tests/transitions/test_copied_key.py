@@ -24,7 +24,13 @@ def given(k: Tensor, direction: Tensor) -> dict[str, object]:
     torch.manual_seed(0)
     q, v = torch.randn(1, T, H, K).to(k.dtype), torch.randn(1, T, H, V).to(k.dtype)
     gate, beta = -torch.rand(1, T, H), torch.rand(1, T, H)
-    return {"q": q, "k": k, "v": v, "transition": Product(ScalarGate(gate), Householder(direction, beta)), "write": beta}
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "transition": Product(ScalarGate(gate), Householder(direction, beta)),
+        "write": beta,
+    }
 
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
