@@ -100,12 +100,12 @@ def backward(
     d_initial = _walk_reverse(
         operands, products, plan, maps, grad_output, grad_final, scale=scale, output=residual, states=grad_states
     )
-    given = (operands, grad_output, corrected, residual)
+    tensors = (operands, grad_output, corrected, residual)
     if operands.decay is Decay.DIAGONAL:
-        grads = _channel_row_gradients(*given, states, grad_states, plan, scale=scale, needs_gate=needs_decay_grad)
+        grads = _channel_row_gradients(*tensors, states, grad_states, plan, scale=scale, needs_gate=needs_decay_grad)
     else:
         grads = delta_gradients(
-            *given,
+            *tensors,
             products.gate,
             states,
             grad_states,
