@@ -85,8 +85,8 @@ def backward(
     needs_decay_grad: bool,
 ) -> Gradients:
     """Gradients of every operand, that of log_decay where it is asked for; arguments as ``forward``."""
-    given, num_steps = operands, operands.num_steps
-    operands = _one_step_a_token(given, num_steps).contiguous()
+    by_token, num_steps = operands, operands.num_steps
+    operands = _one_step_a_token(by_token, num_steps).contiguous()
     grad_output = _at_step(grad_output, -1, num_steps).contiguous()
     grad_final = None if grad_final is None else grad_final.contiguous()
     plan = _plan(operands)
@@ -106,9 +106,9 @@ def backward(
     if num_steps > 1:
         dq = dq[:, num_steps - 1 :: num_steps]
         d_decay = None if d_decay is None else d_decay[:, ::num_steps]
-    if given.log_decay is not None and d_decay is not None:
-        d_decay = d_decay.to(given.log_decay.dtype).contiguous()
-    dq, dk = sum_groups(dq, given.q.shape), sum_groups(dk, given.b.shape)
+    if by_token.log_decay is not None and d_decay is not None:
+        d_decay = d_decay.to(by_token.log_decay.dtype).contiguous()
+    dq, dk = sum_groups(dq, by_token.q.shape), sum_groups(dk, by_token.b.shape)
     return Gradients(dq, None, dk, dv, None, None, d_decay, d_initial)
 
 
@@ -126,10 +126,10 @@ def _row_gradients(
     """Gradients of every query and key, one a value head, and of the gate."""
     chunks, config = plan.cut.chunks, plan.config
     if plan.decay is Decay.DIAGONAL:
-        made = channel_gradients(
+        grads = channel_gradients(
             operands, grad_output, states, grad_states, chunks, scale=scale, tiles=config.channel_gradients
         )
-        return made.q, made.b, made.gate
+        return grads.q, grads.b, grads.gate
     others = gradients(
         *(operands, grad_output, gate, states, grad_states, chunks),
         scale=scale,
@@ -171,8 +171,8 @@ def _decayed(operands: ScanOperands, plan: _Plan, scale: float) -> _Decayed:
     if log_decay is not None and plan.decay is Decay.SCALAR:
         return _Decayed(q, k, cumulative_gate(log_decay, plan.cut.chunks), None)
     if log_decay is not None and plan.decay is Decay.DIAGONAL:
-        made = channel_pairs(q, k, log_decay, plan.cut.chunks, scale=scale, tiles=plan.config.channel_pairs)
-        return _Decayed(made.reach, made.rest, made.total, made.pairs)
+        decayed = channel_pairs(q, k, log_decay, plan.cut.chunks, scale=scale, tiles=plan.config.channel_pairs)
+        return _Decayed(decayed.reach, decayed.rest, decayed.total, decayed.pairs)
     return _Decayed(q, k, log_decay, None)
 
 

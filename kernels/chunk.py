@@ -1,9 +1,9 @@
-"""The chunk form in torch: matrix products inside a chunk, a short walk between chunks.
+"""The chunk form in torch: matrix products inside a chunk, a short scan between chunks.
 
 i, j are micro-steps of one chunk, tau(i) the token of i, S0 the state at its start:
 
     A_ij = a_i^T e^{L} b_j  (j < i)        P_tj = q_t^T e^{L} b_j  (tau(j) <= t)
-    (I + A) U = V - (a reach) S0^T         O = (q reach) S0^T + P U         S1 = S0 total + U^T (b rest)
+    (I + A) U = V - (a from_start) S0^T         O = (q from_start) S0^T + P U         S1 = S0 total + U^T (b to_end)
 
 with the decays of ``decay.py``. Without erase pairs A = 0 and U = V. The triangular solve is exact for equal keys and
 beta = 2, where powers of A would reach 1e20. States exist at chunk starts only, never for every token.
@@ -85,53 +85,55 @@ def _scan_chunks(
     """Output [X, H, C, V] and final state [N, H, V, K]."""
     left = q if a is None else torch.cat([a, q], dim=-2)
     products = chunk_products(left, b, log_decay, first_reads_before=first_reads_before)
-    num_rows = left.shape[-2]
-    visible = products.pairs.unflatten(-2, (-1, num_rows))[..., -1, :]  # P, [X, H, C, C * N]
-    query_reach = products.left_reach[..., -1, :]
-    v, key_rest = v.flatten(-3, -2), products.right_rest.flatten(-3, -2)
+    num_left = left.shape[-2]
+    visible = products.pairs.unflatten(-2, (-1, num_left))[..., -1, :]  # P, [X, H, C, C * N]
+    query = products.left_from_start[..., -1, :]
+    v, key = v.flatten(-3, -2), products.right_to_end.flatten(-3, -2)
     if a is None:
-        starts, state = _walk_additive(v.mT @ key_rest, products.total, state, layout)
+        starts, state = _between_chunks_additive(v.mT @ key, products.total, state, layout)
     else:
-        value_part, state_part = _solve(products, v, num_rows)
-        starts, v, state = _walk_delta(value_part, state_part, key_rest, products.total, state, layout)
-    return query_reach @ starts.mT + visible @ v, state
+        value_part, state_part = _solve(products, v, num_left)
+        starts, v, state = _between_chunks_delta(value_part, state_part, key, products.total, state, layout)
+    return query @ starts.mT + visible @ v, state
 
 
-def _solve(products: ChunkProducts, v: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """(I + A)^-1 applied to V and to (a reach): U = the first - the second S0^T."""
-    pairs = products.pairs.unflatten(-2, (-1, num_rows))[..., :-1, :].flatten(-3, -2)
-    read_reach = products.left_reach[..., :-1, :].flatten(-3, -2)
+def _solve(products: ChunkProducts, v: Tensor, num_left: int) -> tuple[Tensor, Tensor]:
+    """(I + A)^-1 applied to V and to (a from_start): U = the first - the second S0^T."""
+    pairs = products.pairs.unflatten(-2, (-1, num_left))[..., :-1, :].flatten(-3, -2)
+    read = products.left_from_start[..., :-1, :].flatten(-3, -2)
     solved = torch.linalg.solve_triangular(
-        pairs.tril(-1), torch.cat([v, read_reach], dim=-1), upper=False, unitriangular=True
+        pairs.tril(-1), torch.cat([v, read], dim=-1), upper=False, unitriangular=True
     )
-    value_part, state_part = solved.split([v.shape[-1], read_reach.shape[-1]], dim=-1)
+    value_part, state_part = solved.split([v.shape[-1], read.shape[-1]], dim=-1)
     return value_part, state_part
 
 
-def _walk_additive(update: Tensor, total: Tensor | None, state: Tensor, layout: ChunkLayout) -> tuple[Tensor, Tensor]:
-    """S <- S total + V^T (b rest), chunk after chunk; the states at chunk starts and the last one."""
-    walk = _Walk(state, layout)
+def _between_chunks_additive(
+    update: Tensor, total: Tensor | None, state: Tensor, layout: ChunkLayout
+) -> tuple[Tensor, Tensor]:
+    """S <- S total + V^T (b to_end), chunk after chunk; the states at chunk starts and the last one."""
+    states = _States(state, layout)
     for new, decay in zip(update.split(layout.active), _per_step(total, layout), strict=True):
-        state = walk.start(new.shape[0])
-        walk.end(new + (state if decay is None else state * decay))
-    return walk.starts(), walk.final()
+        state = states.start(new.shape[0])
+        states.end(new + (state if decay is None else state * decay))
+    return states.starts(), states.final()
 
 
-def _walk_delta(
-    value_part: Tensor, state_part: Tensor, key_rest: Tensor, total: Tensor | None, state: Tensor, layout: ChunkLayout
+def _between_chunks_delta(
+    value_part: Tensor, state_part: Tensor, key: Tensor, total: Tensor | None, state: Tensor, layout: ChunkLayout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """U = value part - (state part) S^T, then S <- S total + U^T (b rest)."""
-    walk, corrected = _Walk(state, layout), []
-    parts = (x.split(layout.active) for x in (value_part, state_part, key_rest))
-    for free, bound, key, decay in zip(*parts, _per_step(total, layout), strict=True):
-        state = walk.start(free.shape[0])
+    """U = value part - (state part) S^T, then S <- S total + U^T (b to_end)."""
+    states, corrected = _States(state, layout), []
+    parts = (x.split(layout.active) for x in (value_part, state_part, key))
+    for free, bound, written, decay in zip(*parts, _per_step(total, layout), strict=True):
+        state = states.start(free.shape[0])
         u = free - bound @ state.mT
         corrected.append(u)
-        walk.end(u.mT @ key + (state if decay is None else state * decay))
-    return walk.starts(), torch.cat(corrected) if corrected else value_part, walk.final()
+        states.end(u.mT @ written + (state if decay is None else state * decay))
+    return states.starts(), torch.cat(corrected) if corrected else value_part, states.final()
 
 
-class _Walk:
+class _States:
     """States of all sequences along time; sequences that have ended keep theirs."""
 
     def __init__(self, state: Tensor, layout: ChunkLayout) -> None:
@@ -159,7 +161,7 @@ class _Walk:
 
 
 def _per_step(total: Tensor | None, layout: ChunkLayout) -> list[Tensor | None]:
-    """The chunk decay [X, H, 1 or K] as one factor [N, H, 1, 1 or K] for each step of the walk."""
+    """The chunk decay [X, H, 1 or K] as one factor [N, H, 1, 1 or K] for each step of the states."""
     if total is None:
         return [None] * len(layout.active)
     return list(total.unsqueeze(-2).split(layout.active))

@@ -100,11 +100,11 @@ def backward(
     d_initial = _walk_reverse(
         operands, products, plan, maps, grad_output, grad_final, scale=scale, output=residual, states=grad_states
     )
-    given = (operands, grad_output, corrected, residual)
+    tensors = (operands, grad_output, corrected, residual)
     config, at_borders = plan.config, (states, grad_states, plan.cut.chunks)
     if operands.decay is Decay.DIAGONAL:
         grads = channel_row_gradients(
-            *(*given, *at_borders),
+            *(*tensors, *at_borders),
             scale=scale,
             tiles=config.channel_gradients,
             pair_tiles=config.products,
@@ -112,7 +112,7 @@ def backward(
         )
     else:
         grads = delta_gradients(
-            *(*given, products.gate, *at_borders),
+            *(*tensors, products.gate, *at_borders),
             scale=scale,
             tiles=config.gradients,
             pair_tiles=config.products,

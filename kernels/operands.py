@@ -11,6 +11,7 @@ outputs, K key_dim, V value_dim, N sequences.
 
 from collections.abc import Callable
 from enum import IntEnum
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -180,16 +181,25 @@ class Saved(NamedTuple):
     @classmethod
     def of(cls, tensors: list[Tensor], operands: ScanOperands, segment_length: int) -> "Saved":
         """From ``tensors()`` of what was saved for ``operands``."""
-        is_diagonal = operands.decay is Decay.DIAGONAL
-        names = ["states"]
-        names += ["corrected", "maps"] if operands.erases else []
-        names += ["pairs"] if operands.erases or is_diagonal else []
-        names += ["query"] if is_diagonal else []
-        names += ["eraser"] if is_diagonal and operands.erases else []
-        names += ["key"] if operands.erases or is_diagonal else []
-        names += ["gate"] if operands.decay in (Decay.SCALAR, Decay.DIAGONAL) else []
-        named: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        named: dict[str, Any] = dict(zip(_saved_names(operands.erases, operands.decay), tensors, strict=True))
         return cls(**named, segment_length=segment_length)
+
+
+@cache
+def _saved_names(erases: bool, decay: Decay) -> tuple[str, ...]:
+    """Fields of ``Saved`` that are there."""
+    is_diagonal = decay is Decay.DIAGONAL
+    has = {
+        "states": True,
+        "corrected": erases,
+        "maps": erases,
+        "pairs": erases or is_diagonal,
+        "query": is_diagonal,
+        "eraser": erases and is_diagonal,
+        "key": erases or is_diagonal,
+        "gate": decay in (Decay.SCALAR, Decay.DIAGONAL),
+    }
+    return tuple(name for name, is_there in has.items() if is_there)
 
 
 class _Steps(NamedTuple):
@@ -235,26 +245,25 @@ def scan_operands(
     Raises:
         NotImplementedError: as ``num_micro_steps`` does.
     """
-    num_steps = num_micro_steps(form, k)
-    if form.erase is None:
-        steps, blocks = _without_pairs(k, v, write, dtype=q.dtype), 1
-    else:
-        join = _along_the_write_key if form.erase[1] is k else _in_another_direction
-        steps, blocks = join(form.erase, k, v, form.erase_beta, write, dtype=q.dtype), form.blocks
-    lead, key_dim = (*q.shape[:2], v.shape[-2]), q.shape[-1]
+    num_steps, heads = num_micro_steps(form, k), v.shape[-2]
+    lead, key_dim = (*q.shape[:2], heads), q.shape[-1]
+    blocks = 1 if form.erase is None else form.blocks
     log_decay = _decay_of_heads(form.log_decay, lead, key_dim, blocks)
     if log_decay is not None and log_decay.ndim == 1 and (form.erase is not None or num_steps > 1):
         log_decay = log_decay.expand(*lead[:2], -1)
-    a, b, v, beta, write = steps
+    if form.erase is None:
+        k, v = _without_pairs(k, v, write, dtype=q.dtype)
+        return ScanOperands(q, None, k, v, None, None, log_decay, initial_state, cu_seqlens, False)
+    join = _along_the_write_key if form.erase[1] is k else _in_another_direction
+    a, b, v, beta, write = join(form.erase, k, v, form.erase_beta, write, dtype=q.dtype)
     if blocks > 1:
-        q, b = (_keys_of_blocks(x, lead[2], blocks) for x in (q, b))
-        a = None if a is None else _keys_of_blocks(a, lead[2], blocks)
+        q, b = (_keys_of_blocks(x, heads, blocks) for x in (q, b))
+        a = None if a is None else _keys_of_blocks(a, heads, blocks)
         if initial_state is not None:
             initial_state = fold_key(initial_state, blocks).movedim(-2, 2).flatten(1, 2)
     beta, write = (None if x is None else _factors_of_blocks(x, blocks) for x in (beta, write))
     tensors = (q, a, b, v, beta, write, log_decay, initial_state, cu_seqlens)
-    erases = form.erase is not None
-    return ScanOperands(*tensors, erases, erases and form.reads_before_decay, blocks)
+    return ScanOperands(*tensors, True, form.reads_before_decay, blocks)
 
 
 def fold_key(x: Tensor, blocks: int) -> Tensor:
@@ -262,13 +271,13 @@ def fold_key(x: Tensor, blocks: int) -> Tensor:
     return x.unflatten(-1, (blocks, -1))
 
 
-def _without_pairs(k: Tensor, v: Tensor, write: Tensor | None, *, dtype: torch.dtype) -> _Steps:
+def _without_pairs(k: Tensor, v: Tensor, write: Tensor | None, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """k and w v, or w k and v: the product is rounded once, to ``dtype``."""
     if write is not None and write.ndim == v.ndim and write.shape[-1] > 1:
         k = (repeat_to(write, k.shape[-1]) * expand_heads(k, v.shape[-2], dim=k.ndim - 2)).to(dtype)
     elif write is not None:
         v = ((write if write.ndim == v.ndim else write.unsqueeze(-1)) * v).to(dtype)
-    return _flat(_Steps(None, k, v, None, None), k)
+    return (k, v) if k.ndim == 4 else (k.flatten(1, 2), v.flatten(1, 2))
 
 
 def _along_the_write_key(
@@ -280,11 +289,8 @@ def _along_the_write_key(
     *,
     dtype: torch.dtype,
 ) -> _Steps:
-    return _flat(_Steps(None if erase[0] is erase[1] else erase[0].to(dtype), k, v, beta, write), k)
-
-
-def _flat(steps: _Steps, k: Tensor) -> _Steps:
     """Every tensor as it is, with an axis n joined to T: autograd walks back through each view that is made."""
+    steps = _Steps(None if erase[0] is erase[1] else erase[0].to(dtype), k, v, beta, write)
     return steps if k.ndim == 4 else _Steps._make(None if x is None else x.flatten(1, 2) for x in steps)
 
 
