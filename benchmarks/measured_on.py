@@ -4,13 +4,13 @@ import datetime
 import hashlib
 import json
 import platform
+import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from statemix.environment import installed_version
 
 PACKAGES = ("statemix", "torch", "triton")
 
@@ -39,10 +39,22 @@ def gpu_name(device: str) -> str:
 def versions(*more_packages: str) -> dict[str, str]:
     """Versions of what the kernels run on, and of ``more_packages`` where they are installed."""
     named = {name: installed_version(name) for name in (*PACKAGES, *more_packages)}
-    found = {"python": platform.python_version()} | {name: version for name, version in named.items() if version}
+    found = {"python": platform.python_version()} | {name: number for name, number in named.items() if number}
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     return found
+
+
+def installed_version(name: str) -> str | None:
+    """Version of a package, None where it is not installed.
+
+    A package that is loaded says it itself: torch names its build, as in 2.14.1+cu130, where metadata may say 2.14.1.
+    """
+    loaded = getattr(sys.modules.get(name), "__version__", None)
+    try:
+        return str(loaded or version(name))
+    except PackageNotFoundError:
+        return None
 
 
 def source_digest() -> str:

@@ -1,12 +1,10 @@
 """The checks a recurrence must pass, for the package's own transitions and for yours."""
 
 from .catalogue import CATALOGUE
-from .check import CHECKS
-from .context import Subject
 from .mixer import check_mixer
-from .problem import Problem, Sizes
+from .problem import Problem, Sizes, Subject
 from .report import HarnessError, Report, Result
-from .transition import applicable_checks, check_transition, transition_checks
+from .transition import CHECKS, applicable_checks, check_transition, transition_checks
 
 __all__ = [
     "CATALOGUE",

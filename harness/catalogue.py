@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .context import Subject
-from .problem import Problem, Sizes
+from .problem import Problem, Sizes, Subject
 from .recurrences import RECURRENCES, NamedRecurrence, Source
 
 

@@ -1,148 +1,103 @@
-"""What a check works with: a subject, its random problems, and runs of them with every gradient."""
+"""What a check works with: a subject in a precision, and comparisons of the tensors that it computes."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from statemix.transitions import ScanResult
-
-from .allowance import Excess, Reference
-from .definition import definition
-from .problem import Problem, Sizes
-
-CHUNK_SIZE = 16  # the smallest, so that short sequences have several chunks
-
-Make = Callable[[Sizes, torch.Generator], Problem]
-Run = Callable[[Problem], ScanResult]
-
-
-class CheckFailure(AssertionError):
-    """A check that did not hold; the message says where."""
+from .allowance import Reference
+from .check import Capability, CheckFailure
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is checked: a name and a sampler of float64 problems in range."""
-
-    name: str
-    make: Make
-
-
-@dataclass(frozen=True)
-class Context:
-    """A subject under the scan being checked.
+class Context(ABC):
+    """A subject under check: a ``Recurrence`` or a ``CheckedMixer``.
 
     Attributes:
-        subject: what is checked.
-        scan: the implementation, with the signature of ``statemix.scan``.
+        name: what reports call it.
         seed: of every random draw.
-        has_chunk_form: the transition lowers, so there are several forms to compare.
-        dtype: of the inputs; float32 for an implementation that takes no float64.
-        only_forms: the forms that the implementation has; None for all.
+        dtype: of the inputs of the exact checks.
+        capabilities: what it has; checks that need more are left out.
     """
 
-    subject: Subject
-    scan: Callable[..., ScanResult]
-    seed: int = 0
-    has_chunk_form: bool = False
-    dtype: torch.dtype = torch.float64
-    only_forms: tuple[str, ...] | None = None
+    name: str
+    seed: int
+    dtype: torch.dtype
+    capabilities: frozenset[Capability]
 
-    def generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed)
+    cancelled: ClassVar[float] = 0.0  # roundings of the largest entry that terms which cancel may leave
 
-    def problem(self, sizes: Sizes, *, has_state: bool = True) -> Problem:
-        """A problem rounded to ``dtype``, by default with a random initial state."""
-        generator = self.generator()
-        problem = self.subject.make(sizes, generator)
-        if has_state:
-            shape = (sizes.batch, sizes.num_value_heads, sizes.value_dim, sizes.key_dim)
-            problem = replace(problem, initial_state=torch.randn(shape, generator=generator, dtype=torch.float64))
-        return problem.to(self.dtype)
+    @abstractmethod
+    def with_length(self, seq_len: int) -> Self:
+        """The same subject, checked on sequences of this length."""
 
-    def forms(self) -> tuple[str, ...]:
-        if self.only_forms is not None:
-            return self.only_forms
-        return ("recurrent", "chunk", "parallel") if self.has_chunk_form else ("recurrent",)
+    @abstractmethod
+    def place(self, name: str, index: Sequence[int]) -> str:
+        """The index of a vector of tensor ``name`` in words: [batch 1, token 17]."""
 
-    def run(self, form: str, **options: Any) -> Run:
-        """The scan in one form, in chunks of 16."""
-        options = {"chunk_size": CHUNK_SIZE, **options}
-        return lambda problem: self.scan(**problem.arguments(), form=form, **options)
+    def expect_close(self, got: Mapping[str, Tensor], exact: Mapping[str, Tensor], low: Mapping[str, Tensor]) -> None:
+        """Every tensor of ``got`` lies within the allowance around ``exact`` that the run ``low`` says."""
+        largest = max((float(x.detach().abs().max()) for x in exact.values() if x.numel()), default=0.0)
+        for name, x in got.items():
+            excess = Reference(exact[name].detach().double(), low[name].detach()).excess(x.detach())
+            if excess is not None and not excess.error <= self.cancelled * torch.finfo(x.dtype).eps * largest:
+                raise CheckFailure(f"{name}{self.place(name, excess.index)}: {excess}")
+
+    def expect_equal(self, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+        """Equal bit for bit: for one call made twice, be it without gradients, or with other numbers in the future.
+
+        Each entry is then the same arithmetic in the same order, also where later rows of a product hold other numbers:
+        they reach it as exact zeros or not at all. Of other sequences, heads, positions, batch sizes, lengths or
+        layouts no bits may be asked: a BLAS library takes another path for the last rows of a product, or for one that
+        is larger, and adds up in another order. What is compared across those goes through ``expect_equivalent``.
+        """
+        for name, x in got.items():
+            y = expected[name]
+            if x.shape != y.shape:
+                raise CheckFailure(f"{name}: expected shape {list(y.shape)}, got {list(x.shape)}")
+            if not torch.equal(x, y):
+                gap = f"largest difference {(x.double() - y.double()).abs().max().item():.3g}"
+                raise CheckFailure(f"{name}{self.place(name, first(x != y))}: expected equal bit for bit, {gap}")
+
+    def expect_finite(self, values: Mapping[str, Tensor]) -> None:
+        for name, x in values.items():
+            bad = ~x.isfinite()
+            if bad.any():
+                raise CheckFailure(
+                    f"{name}{self.place(name, first(bad))}: expected finite values, got {x[bad][0].item()}"
+                )
 
 
-def differentiate(run: Run, problem: Problem, *, seed: int = 1) -> dict[str, Tensor]:
-    """Output, final state and the gradient of every tensor, for a fixed random loss on output and final state."""
-    leaves = problem.leaves()
-    result = run(leaves)
+def first(mask: Tensor) -> tuple[int, ...]:
+    """Index of the first vector along the last axis that has an entry of ``mask``."""
+    return tuple(mask.nonzero()[0].tolist()[: max(mask.ndim - 1, 1)])
+
+
+def gradients(outputs: Iterable[Tensor], leaves: Mapping[str, Tensor], *, seed: int) -> dict[str, Tensor]:
+    """The gradient of every leaf, as "d NAME", for a fixed random loss on ``outputs``."""
     generator = torch.Generator().manual_seed(seed)
-    loss = torch.stack([(x * random_weights(x, generator)).sum() for x in result]).sum()
-    names, tensors = zip(*leaves.tensors().items(), strict=True)
-    grads = torch.autograd.grad(loss, tensors, allow_unused=True, materialize_grads=True)
-    named = {f"d {name}": grad for name, grad in zip(names, grads, strict=True)}
-    return {"output": result.output.detach(), "final_state": result.final_state.detach()} | named
+    loss = torch.stack([(x * _weights(x, generator)).sum() for x in outputs]).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return {f"d {name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
-def random_weights(x: Tensor, generator: torch.Generator) -> Tensor:
+def expect_single_gradient(trained: str, leaves: Mapping[str, Tensor], run: Callable[[], Iterable[Tensor]]) -> None:
+    """Where leaf ``trained`` alone requires a gradient, it alone gets one."""
+    for name, x in leaves.items():
+        x.requires_grad_(name == trained).grad = None
+    loss = torch.stack([x.sum() for x in run()]).sum()
+    if not loss.requires_grad:
+        raise CheckFailure(f"{trained}: expected a gradient, but no result depends on it")
+    loss.backward()
+    with_gradient = [name for name, x in leaves.items() if x.grad is not None]
+    if with_gradient != [trained]:
+        got = ", ".join(with_gradient) or "nothing"
+        raise CheckFailure(f"expected a gradient for {trained} alone, got one for {got}")
+
+
+def _weights(x: Tensor, generator: torch.Generator) -> Tensor:
     """Upstream gradients for ``x``: multiples of 1/8 up to 2, which every dtype holds exactly."""
-    return (torch.randint(-16, 17, x.shape, generator=generator) / 8).to(x.dtype)
-
-
-def expect_definition(run: Run, problem: Problem) -> None:
-    """``run`` gives the results and gradients of the definition."""
-    expect_equivalent(run, definition, problem)
-
-
-def expect_equivalent(run: Run, reference: Run, problem: Problem) -> None:
-    """``run`` gives the results and gradients of ``reference`` in float64 on the same, already rounded inputs."""
-    exact = differentiate(reference, problem.to(torch.float64))
-    lower = run if problem.q.dtype == torch.float64 else reference
-    expect(differentiate(run, problem), exact, differentiate(lower, problem.to(torch.float32)))
-
-
-def expect(got: dict[str, Tensor], exact: dict[str, Tensor], low: dict[str, Tensor]) -> None:
-    """Every tensor of ``got`` lies within its allowance."""
-    for name, x in got.items():
-        excess = Reference(exact[name], low[name]).excess(x)
-        if excess is not None:
-            raise CheckFailure(f"{name}{locate(name, excess)}: {describe(excess)}")
-
-
-def expect_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    """Equal bit for bit: for one call made twice, be it without gradients, or with other numbers in the future.
-
-    Each entry is then the same arithmetic in the same order, also where later rows of a product hold other numbers:
-    they reach it as exact zeros or not at all. Of other rows, heads, positions, batch sizes, lengths or layouts no bits
-    may be asked: a BLAS library takes another path for the last rows of a product, or for one that is larger, and adds
-    up in another order. What is compared across those goes through ``expect_equivalent``.
-    """
-    for name, x in got.items():
-        y = want[name]
-        if x.shape != y.shape or not torch.equal(x, y):
-            differs = "" if x.shape != y.shape else locate(name, Excess(_first(x != y), 0.0, 0.0, ""))
-            gap = "shapes differ" if x.shape != y.shape else f"largest difference {(x - y).abs().max().item():.3g}"
-            raise CheckFailure(f"{name}{differs}: expected equal bit for bit, {gap}")
-
-
-def locate(name: str, excess: Excess) -> str:
-    """The row in words: [batch 1, token 17 (chunk 1), head 2]."""
-    if not excess.row:
-        return ""
-    axes = ["batch", "head"] if "state" in name else ["batch", "token", "head"]
-    if len(excess.row) > len(axes):
-        axes[-1:] = ["write", "head"] if len(excess.row) == len(axes) + 1 else ["write", "head", "block"]
-    words = []
-    for axis, i in zip(axes, excess.row, strict=False):
-        words.append(f"{axis} {i} (chunk {i // CHUNK_SIZE})" if axis == "token" else f"{axis} {i}")
-    return f"[{', '.join(words)}]"
-
-
-def describe(excess: Excess) -> str:
-    return excess.note or f"error {excess.error:.3g}, allowed {excess.allowed:.3g}"
-
-
-def _first(differs: Tensor) -> tuple[int, ...]:
-    return tuple(int(i) for i in differs.nonzero()[0][: max(differs.ndim - 1, 1)])
+    return (torch.randint(-16, 17, x.shape, generator=generator) / 8).to(x)

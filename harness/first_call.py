@@ -60,22 +60,22 @@ def _refuse(cls: type[Transition], method: str, message: str) -> NoReturn:
     raise HarnessError(f"{cls.__name__}.{method}: {message}{lines_of(cls, method)}")
 
 
-def _expect_type(cls: type[Transition], method: str, x: object, wanted: type) -> None:
-    if not isinstance(x, wanted):
+def _expect_type(cls: type[Transition], method: str, x: object, kind: type) -> None:
+    if not isinstance(x, kind):
         forgotten = "; does it return?" if x is None else ""
-        _refuse(cls, method, f"expected a {wanted.__name__}, got {type(x).__name__}{forgotten}")
+        _refuse(cls, method, f"expected a {kind.__name__}, got {type(x).__name__}{forgotten}")
 
 
-def _expect_field(cls: type[Transition], name: str, x: Tensor, kind: Kind, wanted: list[int]) -> None:
+def _expect_field(cls: type[Transition], name: str, x: Tensor, kind: Kind, expected: list[int]) -> None:
     """The shape of its kind; what counts writes or blocks may have one axis more."""
     got, axes = list(x.shape), "B, T, " if kind.is_per_token else ""
     heads = f"{axes}{'H' if kind.is_per_key_head else 'HV'}{', K' if kind.has_channels else ''}"
-    if got == wanted or (len(got) == len(wanted) + 1 and got[:2] == wanted[:2]):
+    if got == expected or (len(got) == len(expected) + 1 and got[:2] == expected[:2]):
         return
-    lacks_time = kind.is_per_token and got == wanted[:1] + wanted[2:]
+    lacks_time = kind.is_per_token and got == expected[:1] + expected[2:]
     advice = "; it lacks the time axis T: every token has a value of its own" if lacks_time else ""
     raise HarnessError(
-        f"{cls.__name__}.{name}: expected {wanted} = [{heads}] for {kind.name}, got {got}{advice}"
+        f"{cls.__name__}.{name}: expected {expected} = [{heads}] for {kind.name}, got {got}{advice}"
         f"{lines_of(cls, 'example')}"
     )
 
@@ -84,8 +84,8 @@ def _expect_state(cls: type[Transition], transition: Transition, state: Tensor, 
     changed = _call(cls, "apply", lambda: transition.apply(state), where)
     _expect_type(cls, "apply", changed, Tensor)
     if changed.shape != state.shape:
-        wanted = f"expected a state of {list(state.shape)} = {axes}, as it was given"
-        _refuse(cls, "apply", f"{wanted}, got {list(changed.shape)}{where}")
+        expected = f"expected a state of {list(state.shape)} = {axes}, as it was given"
+        _refuse(cls, "apply", f"{expected}, got {list(changed.shape)}{where}")
 
 
 def _expect_normal_form(cls: type[Transition], transition: Transition, state: Tensor) -> None:
@@ -109,5 +109,5 @@ def _expect_normal_form(cls: type[Transition], transition: Transition, state: Te
 
 def _expect_shape(cls: type[Transition], name: str, x: Tensor, *allowed: list[int]) -> None:
     if list(x.shape) not in allowed:
-        wanted = " or ".join(map(str, allowed[:3]))
-        _refuse(cls, "lower", f"expected {name} of {wanted}, got {list(x.shape)}")
+        shapes = " or ".join(map(str, allowed[:3]))
+        _refuse(cls, "lower", f"expected {name} of {shapes}, got {list(x.shape)}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from statemix.transitions import Transition
 
 Change = Callable[["Axes", Tensor], Tensor]
+Make = Callable[["Sizes", torch.Generator], "Problem"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,14 @@ class Sizes:
     num_value_heads: int = 4
     key_dim: int = 8
     value_dim: int = 5
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: a name and a sampler of float64 problems in range."""
+
+    name: str
+    make: Make
 
 
 @dataclass(frozen=True)
@@ -52,12 +61,6 @@ class Problem:
     initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
-    @property
-    def sizes(self) -> Sizes:
-        batch, seq_len, num_heads, key_dim = self.q.shape
-        num_value_heads, value_dim = self.v.shape[-2:]
-        return Sizes(batch, seq_len, num_heads, num_value_heads, key_dim, value_dim)
-
     def tensors(self) -> dict[str, Tensor]:
         """Every floating-point tensor once, by name."""
         by_identity = {id(x): (name, x) for name, x, _ in reversed(list(self.named()))}
@@ -81,6 +84,11 @@ class Problem:
 
     def to(self, dtype: torch.dtype) -> "Problem":
         return self.map(lambda _, x: x.to(dtype))
+
+    def with_state(self, generator: torch.Generator) -> "Problem":
+        """The problem with a random initial state."""
+        shape = (self.q.shape[0], *self.v.shape[-2:], self.q.shape[-1])
+        return replace(self, initial_state=torch.randn(shape, generator=generator, dtype=torch.float64))
 
     def leaves(self) -> "Problem":
         """Fresh leaves that require gradients."""

@@ -1,4 +1,4 @@
-"""What a run of the harness found: results by name, and how a failure is shown."""
+"""What a run of the harness gives: results by name, and how a failure is shown."""
 
 from dataclasses import dataclass
 from typing import Literal

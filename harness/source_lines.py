@@ -29,6 +29,6 @@ def failing_line(error: BaseException, cls: type, method: str) -> str:
 
 def _function(cls: type, method: str) -> Any:
     """The function of a method or property as it was written, without what the base class wraps around it."""
-    found: Any = getattr(cls, method)
-    function: Any = found.fget if isinstance(found, property) else found
+    attribute: Any = getattr(cls, method)
+    function: Any = attribute.fget if isinstance(attribute, property) else attribute
     return inspect.unwrap(function)

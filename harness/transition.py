@@ -9,7 +9,6 @@ def test_my_transition(check):
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,21 +16,15 @@ from torch import Tensor
 import statemix.transitions
 from statemix.transitions import ScanResult, Transition
 
-from . import (  # noqa: F401  (register)
-    check_algebra,
-    check_forms,
-    check_invariance,
-    check_lowering,
-    check_numerics,
-    check_program,
-)
-from .check import CHECKS, Check
-from .context import Context, Make, Subject
-from .problem import Problem, Sizes
-from .report import HarnessError, Report, Result
-from .running import expect_known, run_check
+from .check import Capability, checks_in
+from .problem import Make, Problem, Sizes, Subject
+from .recurrence_checks import algebra, forms, invariance, lowering, numerics, program
+from .recurrence_checks.recurrence import Recurrence
+from .report import HarnessError, Report
+from .running import applicable, run_checks
 from .structure import measure
 
+CHECKS = checks_in(algebra, forms, invariance, lowering, numerics, program)
 Subjectlike = type[Transition] | Subject | Make
 
 
@@ -58,26 +51,29 @@ def check_transition(
         seed: of the random inputs.
         sizes: of the random inputs.
         dtype: of the random inputs; float32 for a scan that takes no float64, whose checks of M_t are then left out.
-        forms: those that the scan has; None for all.
+        forms: those that the scan has; None for all that the transition has.
         include_slow: also those checks that take long.
-        reproduce: how to call this again, shown beside failures.
+        reproduce: a command that does this again, shown beside failures with ``--only CHECK``.
 
     Raises:
         HarnessError: the class has no usable ``apply``, or a name is not that of a check.
     """
-    subject = as_subject(transition)
-    expected = dict(expected_failures or {})
-    selected = list(only) if only is not None else None
-    for name in [*expected, *(selected or [])]:
-        expect_known(name, CHECKS)
-    context, sizes = replace(_context(subject, scan, seed), dtype=dtype, only_forms=forms), sizes or Sizes()
-    call = reproduce or f"check_transition({subject.name}, seed={seed}"
-    results = [
-        _run(c, context, sizes, expected.get(c.name), call)
-        for c in applicable(context, sizes, include_slow=include_slow or selected is not None)
-        if selected is None or c.name in selected
-    ]
-    return Report(subject.name, tuple(results), _notes(context, sizes))
+    subject, sizes = as_subject(transition), sizes or Sizes()
+    recurrence = _recurrence(subject, scan=scan, seed=seed, sizes=sizes, dtype=dtype, forms=forms)
+    results = run_checks(
+        CHECKS,
+        recurrence,
+        seq_len=sizes.seq_len,
+        only=only,
+        expected_failures=expected_failures,
+        include_slow=include_slow,
+        reproduce=lambda name: (
+            f"{reproduce} --only {name}"
+            if reproduce
+            else f"check_transition({subject.name}, seed={seed}, only=[{name!r}])"
+        ),
+    )
+    return Report(subject.name, results, _notes(recurrence))
 
 
 def transition_checks(
@@ -94,11 +90,11 @@ def transition_checks(
     import pytest
 
     subject = as_subject(transition)
-    names = [c.name for c in applicable(_context(subject, scan, 0), Sizes(), include_slow=include_slow)]
+    names = [c.name for c in applicable(CHECKS, _recurrence(subject, scan=scan), include_slow=include_slow)]
 
     def case(name: str) -> Callable[[], None]:
         def run() -> None:
-            report = check_transition(subject, expected_failures=_only(expected_failures, name), only=[name], scan=scan)
+            report = check_transition(subject, expected_failures=expected_failures, only=[name], scan=scan)
             assert report.ok, f"\n{report}"
 
         return run
@@ -108,21 +104,8 @@ def transition_checks(
 
 def applicable_checks(transition: Subjectlike, *, include_slow: bool = False) -> tuple[str, ...]:
     """Names of the checks that concern what a transition has."""
-    context = _context(as_subject(transition), None, 0)
-    return tuple(c.name for c in applicable(context, Sizes(), include_slow=include_slow))
-
-
-def applicable(context: Context, sizes: Sizes, *, include_slow: bool) -> list[Check]:
-    """The checks that concern what the subject has."""
-    problem = context.problem(sizes)
-    return [
-        c
-        for c in CHECKS.values()
-        if (include_slow or not c.is_slow)
-        and (context.has_chunk_form or not c.needs_chunk_form)
-        and (context.dtype == torch.float64 or not c.needs_float64)
-        and c.applies(problem)
-    ]
+    recurrence = _recurrence(as_subject(transition))
+    return tuple(c.name for c in applicable(CHECKS, recurrence, include_slow=include_slow))
 
 
 def as_subject(transition: Subjectlike) -> Subject:
@@ -160,36 +143,47 @@ def _example(cls: type[Transition], sizes: Sizes, generator: torch.Generator) ->
     return Problem(q, key, v, transition, transition.natural_write)
 
 
-def _context(subject: Subject, scan: Callable[..., ScanResult] | None, seed: int) -> Context:
-    chosen = statemix.transitions.scan if scan is None else scan
-    context = Context(subject, chosen, seed)
-    try:
-        context.problem(Sizes()).transition.lower()
-    except NotImplementedError:
-        return context
-    except Exception:  # a lower() that raises is there, and the checks of it will say so
-        pass
-    return replace(context, has_chunk_form=True)
-
-
-def _run(check: Check, context: Context, sizes: Sizes, expected: str | None, call: str) -> Result:
-    is_command = not call.startswith("check_transition")
-    return run_check(
-        check.name,
-        lambda seq_len: check.function(context, replace(sizes, seq_len=seq_len)),
-        reason=check.reason,
-        seq_len=sizes.seq_len,
-        depends_on_length=True,
-        expected=expected,
-        reproduce=f"{call} --only {check.name}" if is_command else f"{call}, only=[{check.name!r}])",
+def _recurrence(
+    subject: Subject,
+    *,
+    scan: Callable[..., ScanResult] | None = None,
+    seed: int = 0,
+    sizes: Sizes | None = None,
+    dtype: torch.dtype = torch.float64,
+    forms: tuple[str, ...] | None = None,
+) -> Recurrence:
+    sizes = sizes or Sizes()
+    problem = subject.make(sizes, torch.Generator().manual_seed(seed))
+    axes, lowers = [axes for _, _, axes in problem.named()], _lowers(problem.transition)
+    has: dict[Capability, bool] = {
+        "float64": dtype == torch.float64,
+        "has_chunk_form": lowers,
+        "has_decay": any(a.is_log_decay and a.token is not None for a in axes),
+        "has_direction": any(a.is_unit for a in axes),
+    }
+    return Recurrence(
+        subject.name,
+        seed,
+        dtype,
+        frozenset(name for name in has if has[name]),
+        subject.make,
+        sizes,
+        scan or statemix.transitions.scan,
+        forms or (("recurrent", "chunk", "parallel") if lowers else ("recurrent",)),
     )
 
 
-def _notes(context: Context, sizes: Sizes) -> tuple[str, ...]:
-    if context.has_chunk_form:
+def _lowers(transition: Transition) -> bool:
+    try:
+        transition.lower()
+    except NotImplementedError:
+        return False
+    except Exception:  # a lower() that raises is there, and the checks of it will say so
+        pass
+    return True
+
+
+def _notes(recurrence: Recurrence) -> tuple[str, ...]:
+    if "has_chunk_form" in recurrence.capabilities:
         return ()
-    return ("no lower(): runs in form='recurrent' only", str(measure(context.problem(sizes))))
-
-
-def _only(expected: Mapping[str, str] | None, name: str) -> dict[str, str]:
-    return {name: expected[name]} if expected and name in expected else {}
+    return ("no lower(): runs in form='recurrent' only", str(measure(recurrence.problem())))

@@ -10,12 +10,11 @@ from statemix.transitions import Transition
 from statemix.transitions.fields_module import recipe_name
 from statemix.transitions.plugin import transitions_of
 
-from . import check_lowering  # noqa: F401  (registers)
-from .check import CHECKS
 from .first_call import expect_callable
 from .problem import Sizes
+from .recurrence_checks.lowering import lower_is_apply
 from .report import HarnessError, Report
-from .transition import as_subject, check_transition
+from .transition import CHECKS, as_subject, check_transition
 
 
 def load_transition(target: str) -> type[Transition]:
@@ -68,9 +67,7 @@ def check_file(
     expect_callable(cls, sizes, seed=seed)
     call = f"statemix check {target} --seed {seed}" + (f" --seq-len {seq_len}" if seq_len is not None else "")
     if only is None:
-        first = check_transition(
-            cls, only=[check_lowering.lower_is_apply.__name__], seed=seed, sizes=sizes, reproduce=call
-        )
+        first = check_transition(cls, only=[lower_is_apply.name], seed=seed, sizes=sizes, reproduce=call)
         if not first.ok:
             return replace(first, notes=("the other checks wait for this one",))
     return check_transition(cls, only=only, seed=seed, sizes=sizes, include_slow=include_slow, reproduce=call)

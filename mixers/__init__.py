@@ -1,6 +1,7 @@
 """Sequence mixers: the recurrence with any transition, and softmax attention."""
 
 from .attention import Attention
+from .capabilities import Capabilities
 from .convolution import ShortConvolution
 from .feature_map import FEATURE_MAPS, FeatureMap
 from .mixer import MIXERS, Mixer, MixerSpec, build_mixer
@@ -14,6 +15,7 @@ __all__ = [
     "MIXERS",
     "Attention",
     "AttentionState",
+    "Capabilities",
     "FeatureMap",
     "Mixer",
     "MixerSpec",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from statemix.plugins import PartConfig, Registry
 
+from .capabilities import Capabilities
 from .state import MixerState
 
 
@@ -22,7 +23,8 @@ class Mixer(nn.Module):
     """Base of the mixers, made as ``cls(config, hidden_size=..., norm_eps=...)``.
 
     Attributes:
-        formula: the recurrence in words, which ``statemix show`` prints; the first line of the docstring, unless told.
+        formula: the recurrence in words, which ``statemix show`` prints; by default the first line of the docstring.
+        capabilities: what it can do; ``statemix.harness`` runs the checks of that.
         known_gaps: name of a check of ``statemix.harness`` -> why this mixer does not meet it.
         further_checks: what else must hold; each gets the mixer in float64 and raises AssertionError, its name and the
             first line of its docstring are those of the check.
@@ -30,6 +32,7 @@ class Mixer(nn.Module):
 
     Config: ClassVar[type[PartConfig]]
     formula: str = ""
+    capabilities: ClassVar[Capabilities] = Capabilities()
     known_gaps: ClassVar[Mapping[str, str]] = {}
     further_checks: ClassVar[Sequence[Callable[[Any], None]]] = ()
 

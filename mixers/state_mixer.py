@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from statemix.plugins import PartConfig
 from statemix.transitions import HeadSizes, TransitionSpec, build_transition, explain, scan
 
+from .capabilities import Capabilities
 from .convolution import NoConvolution, ShortConvolution
 from .feature_map import FEATURE_MAPS, FeatureMapSpec, SiLU, build_feature_map, non_negative_maps
 from .key_norm import KEY_NORMS, KeyNorm
@@ -37,6 +38,8 @@ _ROTARY_BASE = 10000.0
 @MIXERS.register
 class StateMixer(Mixer):
     """A recurrence over matrix states with any transition."""
+
+    capabilities = Capabilities(has_constant_state=True)
 
     class Config(PartConfig):
         type: Literal["state"] = "state"

@@ -77,15 +77,16 @@ class Registry(Generic[Part]):
             ValueError: there is no such Config, a method is missing, or the name is taken.
         """
         name = _name_of(cls)
-        for method in self._methods:
-            if not callable(getattr(cls, method, None)):
+        abstract: frozenset[str] = getattr(cls, "__abstractmethods__", frozenset())
+        for method in (*self._methods, *sorted(abstract)):
+            if method in abstract or not callable(getattr(cls, method, None)):
                 raise ValueError(
                     f"{cls.__name__}: expected a method {method} as every {self.kind} has, got none; add it"
                 )
         taken = self._classes.get(name)
         if name in self._aliases or (taken is not None and taken.__module__ != cls.__module__):
             owner = f"{taken.__name__} of {taken.__module__}" if taken is not None else "an alias of the package"
-            raise ValueError(f"{cls.__name__}: expected a new name, got {name!r}, that of {owner}; rename the class")
+            raise ValueError(f"{cls.__name__}: expected a new name, got {name!r}, that of {owner}; rename it")
         self._classes[name] = cls
         self._class_of_config[cls.Config] = cls
         return cls

@@ -4,18 +4,14 @@ from .errors import RecipeError
 from .layer_table import LayerRow, LayerTable, layer_table, render
 from .loading import build, load, shipped
 from .recipe import ModelConfig, Recipe
-from .task import MqarTask, TaskSpec, TextTask
 from .training_config import TrainingConfig
 
 __all__ = [
     "LayerRow",
     "LayerTable",
     "ModelConfig",
-    "MqarTask",
     "Recipe",
     "RecipeError",
-    "TaskSpec",
-    "TextTask",
     "TrainingConfig",
     "build",
     "layer_table",

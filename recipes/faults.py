@@ -63,11 +63,7 @@ def _faults(details: ErrorDetails, data: Any, schema: type[BaseModel]) -> list[F
             return [Fault(path, _missing_key(path, data, schema))]
         case "value_error":
             return _from_validator(path, context["error"], data, schema)
-        case "union_tag_invalid":
-            names = _QUOTED.findall(context["expected_tags"])
-            inside = path if isinstance(value_at(data, path), str) else (*path, "type")
-            return [Fault(inside, f"{_wanted(names, context['tag'])}{_as_transition(path, context['tag'])}")]
-        case "union_tag_not_found" | "unknown_part" if "type" not in _mapping_at(path, data):
+        case "unknown_part" if "type" not in _mapping_at(path, data):
             return [Fault((*path, "type"), _missing_type(path, data, schema))]
         case "unknown_part":
             name, known = _mapping_at(path, data)["type"], context["known"].split(", ")

@@ -14,8 +14,8 @@ from statemix.plugins import PluginError, has_run, load_file, load_installed
 
 from .errors import Fault, RecipeError
 
-# What training and save_model put beside the recipe.yaml of a run folder.
-_OF_A_RUN = ("model.safetensors", "metrics.jsonl", "state")
+# Training writes both beside the recipe.yaml of a run folder, save_model the first.
+_OF_A_RUN = ("model.safetensors", "metrics.jsonl")
 
 
 def load_plugins(data: dict[Any, Any], folder: Path) -> list[Fault]:

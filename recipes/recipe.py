@@ -1,16 +1,19 @@
 """The recipe: what a model is made of and how it is trained, as one validated value."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Self
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from torch import nn
 
-from statemix.blocks import Block, CausalLM
+from statemix.blocks import Block, CausalLM, build_mlp, build_norm
 from statemix.mixers import build_mixer
+from statemix.tasks import TASKS, Task
 
-from .errors import Fault, Inconsistent, did_you_mean, one_of, shown
+from .errors import Fault, Inconsistent, KeyPath, did_you_mean, one_of, shown
 from .stack import LAYER_NAME, expand
-from .task import BYTE_VALUES, MqarTask
 from .training_config import TrainingConfig
 from .yaml_text import to_text
 
@@ -35,6 +38,21 @@ def _only_names(stack: Any) -> Any:
     if wrong:
         raise ValueError(f"expected {wanted}, or a list of those, got {shown(stack)}")
     return stack
+
+
+def _refusal(make: Callable[[], nn.Module]) -> str:
+    """What making a part on the meta device says against it; nothing where it can be made."""
+    try:
+        with torch.device("meta"):
+            make()
+    except ValueError as error:
+        return str(error)
+    except (RuntimeError, TypeError) as error:
+        # torch's way to refuse a size beyond 64 bits.
+        if "verflow" not in str(error):
+            raise
+        return "expected sizes that fit a machine; lower them"
+    return ""
 
 
 class Recipe(BaseModel):
@@ -70,6 +88,12 @@ class Recipe(BaseModel):
         """One config a layer, from the first to the last."""
         return tuple(self.layers[name] for name in self.layer_names)
 
+    def build_task(self) -> Task:
+        """Make the task; its data are read when they are asked for."""
+        training = self.training
+        sizes = {"vocab_size": self.model.vocab_size, "seq_len": training.seq_len, "seed": training.seed}
+        return TASKS.class_of(training.task)(training.task, **sizes)
+
     def to_yaml(self) -> str:
         """Everything written out, defaults too, as YAML that loads to an equal recipe."""
         return to_text(self.model_dump())
@@ -83,7 +107,7 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        faults = [*self._stack_faults(), *self._mixer_faults(), *self._vocabulary_faults()]
+        faults = [*self._stack_faults(), *self._part_faults(), *self._task_faults()]
         if faults:
             raise Inconsistent(faults)
         return self
@@ -116,31 +140,23 @@ class Recipe(BaseModel):
             faults.append(Fault(("model", "num_layers"), message))
         return faults
 
-    def _mixer_faults(self) -> list[Fault]:
-        """Sizes that do not go together, found by making each mixer without memory."""
-        faults = []
+    def _part_faults(self) -> list[Fault]:
+        """Sizes that do not go together, found by making each part without memory."""
+        size, eps = self.model.hidden_size, self.model.norm_eps
+        parts: dict[KeyPath, Callable[[], nn.Module]] = {
+            ("model", "norm"): partial(build_norm, self.model.norm, size, eps=eps)
+        }
         for name, layer in self.layers.items():
-            try:
-                with torch.device("meta"):
-                    build_mixer(layer.mixer, hidden_size=self.model.hidden_size, norm_eps=self.model.norm_eps)
-            except ValueError as error:
-                faults.append(Fault(("layers", name, "mixer"), str(error)))
-            except (RuntimeError, TypeError) as error:
-                # torch's way to refuse a size beyond 64 bits.
-                if "verflow" not in str(error):
-                    raise
-                faults.append(Fault(("layers", name, "mixer"), "expected sizes that fit a machine; lower them"))
-        return faults
+            parts["layers", name, "mixer"] = partial(build_mixer, layer.mixer, hidden_size=size, norm_eps=eps)
+            if layer.mlp is not None:
+                parts["layers", name, "mlp"] = partial(build_mlp, layer.mlp, hidden_size=size)
+        refusals = ((path, _refusal(make)) for path, make in parts.items())
+        return [Fault(path, message) for path, message in refusals if message]
 
-    def _vocabulary_faults(self) -> list[Fault]:
-        task, vocab_size = self.training.task, self.model.vocab_size
-        if isinstance(task, MqarTask):
-            needed, reason = 2 * task.num_pairs + 2, f"two tokens for each of {task.num_pairs} pairs and two more"
-        else:
-            needed, reason = BYTE_VALUES, "one token a byte"
-        if vocab_size >= needed:
-            return []
-        message = (
-            f"expected {needed} or more for task {task.type} ({reason}), got {vocab_size}; set vocab_size: {needed}"
-        )
-        return [Fault(("model", "vocab_size"), message)]
+    def _task_faults(self) -> list[Fault]:
+        try:
+            self.build_task().check()
+        except ValueError as error:
+            has_path = str(error).startswith(("training.", "model."))
+            return [Fault(() if has_path else ("training", "task"), str(error))]
+        return []

@@ -43,7 +43,7 @@ training:
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a tiny recipe, a text to train it on, an existing folder and an empty one; the current one."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("statemix.training.sample.NEW_BYTES", 3)
+    monkeypatch.setattr("statemix.tasks.token_stream.NEW_TOKENS", 3)
     Path("tiny.yaml").write_text(RECIPE)
     Path("broken.yaml").write_text("name: tiny\nmodel: {vocab_size: 256\nstack: delta\n")
     for folder in ("text", "taken", "empty"):

@@ -6,8 +6,8 @@ import torch
 
 import statemix
 from statemix import environment
+from statemix.benchmarks.measured_on import versions
 from statemix.cli import main
-from statemix.measured_on import versions
 
 
 def test_it_prints_versions_devices_and_what_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 
-MAPPED_FILE_BY_FILE = ("plugins", "kernels", "transitions", "mixers", "blocks", "recipes", "training")
+MAPPED_FILE_BY_FILE = ("plugins", "kernels", "transitions", "mixers", "blocks", "tasks", "recipes", "training")
 NOT_MAPPED = {"build", "dist", "runs", "src"}  # made by commands; src stands there as src/statemix
 
 

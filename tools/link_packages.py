@@ -22,9 +22,9 @@ def main() -> None:
     for file in (ROOT / folders.pop("statemix")).iterdir():
         (umbrella / file.name).symlink_to(file)
     for package, folder in folders.items():
-        if package.count(".") > 1:  # it lies in the folder of the package around it, which is linked
-            continue
-        (umbrella / package.removeprefix("statemix.")).symlink_to(ROOT / folder)
+        name = package.removeprefix("statemix.")
+        if "." not in name:  # a package inside a package lies in its folder already
+            (umbrella / name).symlink_to(ROOT / folder)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Training: tasks, optimizer, loop, checkpoints, comparison of two recipes."""
 
 from .comparison import Comparison, compare
-from .interrupt import Interrupted
-from .loop import train
+from .loop import Interrupted, train
 from .model_folder import load_model, save_model
 from .nonfinite import NonFiniteError
-from .plugin_files import plugins_of_run
 from .result import RunResult
+from .run_files import plugins_of_run
 
 __all__ = [
     "Comparison",

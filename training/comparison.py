@@ -9,29 +9,30 @@ from statemix.recipes import Recipe, load
 
 from .loop import execute
 from .model_folder import MODEL_FILE
-from .result import UNITS, RunResult
+from .result import RunResult
 from .run_plan import RunPlan, plan_run
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results of a recipe and of its rival."""
+    """The results of a recipe and of its rival, and whether a lower score is better."""
 
     own: RunResult
     rival: RunResult
+    lower_is_better: bool
 
     def table(self) -> str:
         """One row a model, the better score marked; then where the rival is."""
-        lower_is_better = self.own.heldout_metric == "bits_per_byte"
-        best = (min if lower_is_better else max)(self.own.heldout_value, self.rival.heldout_value)
-        rows = [("model", UNITS[self.own.heldout_metric], "parameters", "tokens/s", "seconds")]
+        best = (min if self.lower_is_better else max)(self.own.heldout_value, self.rival.heldout_value)
+        rows = [("model", self.own.score_name, "parameters", "tokens/s", "seconds")]
         for result in (self.own, self.rival):
             score = f"{result.heldout_value:.4f}" + (" *" if result.heldout_value == best else "  ")
             speed = f"{result.tokens_per_second:,.0f}"
             rows.append((result.name, score, f"{result.num_parameters:,}", speed, f"{result.seconds:.0f}"))
         widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *(map(str.rjust, row[1:], widths[1:]))]) for row in rows]
-        note = f"* better ({'lower' if lower_is_better else 'higher'}); {self.own.steps} steps on the same data each"
+        better = "lower" if self.lower_is_better else "higher"
+        note = f"* better ({better}); {self.own.steps} steps on the same data each"
         where = f"{self.rival.name} is written to {self.rival.folder}"
         return "\n".join([*lines, note, where])
 
@@ -55,7 +56,7 @@ def compare(
     """
     plans = _plan_both(recipe, rival, Path(out), resume=resume, device=device)
     own, other = (execute(plan, progress=progress) for plan in plans)
-    return Comparison(own, other)
+    return Comparison(own, other, plans[0].task.metric.lower_is_better)
 
 
 def _plan_both(

@@ -8,27 +8,47 @@ same bits, as long as ``training.steps`` stays the same (raising it is allowed, 
 
 import dataclasses
 import math
+import shlex
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import torch
 
 from statemix.recipes import Recipe
 
-from .byte_text import ByteText
-from .clock import Clock, tokens_per_step
-from .curves import draw_curves
-from .evaluation import evaluate
-from .interrupt import Interrupted, deferred_interrupt
-from .metric_log import MetricLog
+from .metrics import MetricLog, draw_curves
 from .model_folder import RECIPE_FILE
 from .nonfinite import NonFiniteError
-from .plugin_files import carried_yaml, copy_plugins
-from .progress import show_progress
-from .replaced import write_text
+from .objective import evaluate
+from .progress import Clock, show_progress, tokens_per_step
 from .result import RunResult
+from .run_files import carried_yaml, copy_plugins, write_text
 from .run_plan import RunPlan, plan_run
-from .sample import sample_text
 from .trainer import Trainer
+
+
+class Interrupted(Exception):
+    """Training was stopped by Ctrl-C and a checkpoint is saved; a command line ends with ``exit_code``.
+
+    Attributes:
+        step: the step of the checkpoint.
+        folder: the run folder.
+        command: the command that goes on.
+    """
+
+    exit_code = 130  # 128 + SIGINT, as shells report it
+
+    def __init__(self, step: int, folder: Path) -> None:
+        self.step = step
+        self.folder = folder
+        trust = ["--trust-plugins"] * any(folder.glob("*.py"))  # the run's own copies, which have run
+        recipe = str(folder / "recipe.yaml")
+        self.command = shlex.join(["statemix", "train", recipe, "--out", str(folder), "--resume", *trust])
+        super().__init__(f"stopped by Ctrl-C; step {step} is saved in {folder}; to go on: {self.command}")
 
 
 def train(
@@ -90,8 +110,8 @@ def _take_steps(trainer: Trainer, log: MetricLog, *, progress: bool) -> tuple[fl
     plan, training = trainer.plan, trainer.recipe.training
     clock = Clock(trainer, before=log.last["seconds"] if log.last else 0.0)
     loss = log.last["loss"] if log.last else math.nan
-    in_bits = plan.task.metric == "bits_per_byte"
-    shown = show_progress(plan.recipe.name, shown=progress, start=plan.start, steps=training.steps, in_bits=in_bits)
+    metric = plan.task.metric
+    shown = show_progress(plan.recipe.name, shown=progress, start=plan.start, steps=training.steps, metric=metric)
     with deferred_interrupt() as interrupt, shown as show:
         while trainer.step < plan.stop_at and not interrupt.requested:
             record = trainer.advance()
@@ -109,7 +129,7 @@ def _take_steps(trainer: Trainer, log: MetricLog, *, progress: bool) -> tuple[fl
 
 def _save(trainer: Trainer) -> None:
     trainer.save()
-    draw_curves(trainer.plan.folder, title=trainer.recipe.name, in_bits=trainer.plan.task.metric == "bits_per_byte")
+    draw_curves(trainer.plan.folder, title=trainer.recipe.name, metric=trainer.plan.task.metric)
 
 
 def _report(trainer: Trainer, *, seconds: float, loss: float) -> RunResult:
@@ -125,11 +145,39 @@ def _report(trainer: Trainer, *, seconds: float, loss: float) -> RunResult:
         num_parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
         train_loss=loss,
         heldout_loss=evaluation.loss,
-        heldout_metric=plan.task.metric,
+        heldout_metric=plan.task.metric.name,
         heldout_value=evaluation.score(plan.task.metric),
         tokens_per_second=trainer.step * tokens_per_step(training) / seconds if seconds else 0.0,
         seconds=seconds,
-        sample=sample_text(trainer.model, plan.task, device=plan.device) if isinstance(plan.task, ByteText) else None,
+        sample=plan.task.sample(trainer.model),
     )
     result.write()
     return result
+
+
+class InterruptFlag:
+    """Whether Ctrl-C came."""
+
+    requested = False
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[InterruptFlag]:
+    """Turn the first Ctrl-C into a flag to be looked at between steps; a second one raises KeyboardInterrupt as usual.
+
+    Signals reach the main thread only, so in another thread the flag is never set.
+    """
+    flag = InterruptFlag()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+
+    def ask_to_stop(signum: int, frame: FrameType | None) -> None:
+        flag.requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    previous = signal.signal(signal.SIGINT, ask_to_stop)
+    try:
+        yield flag
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -7,7 +7,7 @@ file carries its recipe as metadata, so weights put beside another recipe are re
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from statemix.blocks import CausalLM
 from statemix.recipes import Recipe, RecipeError, build, load
 
-from .difference import first_difference
-from .plugin_files import carried_yaml, copy_plugins
-from .replaced import replaced, write_text
+from .run_files import carried_yaml, copy_plugins, replaced, write_text
 
 RECIPE_FILE = "recipe.yaml"
 MODEL_FILE = "model.safetensors"
@@ -171,3 +169,28 @@ def _refuse_misfits(tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor],
             raise ValueError(
                 f"{path}: expected {name!r} in {tensor.dtype} or narrower, got {found.dtype}; convert the file first"
             )
+
+
+class Difference(NamedTuple):
+    """A key path such as ``layers.delta.mixer.num_heads`` with the value on either side."""
+
+    path: str
+    old: object
+    new: object
+
+
+def first_difference(old: object, new: object, *, path: str = "") -> Difference | None:
+    """The first place, in the order of ``old``, where mappings or sequences differ; None when they are equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            found = first_difference(old.get(key), new.get(key), path=f"{path}.{key}" if path else str(key))
+            if found is not None:
+                return found
+        return None
+    if isinstance(old, list | tuple) and isinstance(new, list | tuple) and len(old) == len(new):
+        for index, (before, after) in enumerate(zip(old, new, strict=True)):
+            found = first_difference(before, after, path=f"{path}.{index}" if path else str(index))
+            if found is not None:
+                return found
+        return None
+    return None if old == new else Difference(path, old, new)

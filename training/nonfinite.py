@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .batch import Batch
+from statemix.tasks import Batch
+
 from .objective import autocast
 
 

@@ -5,10 +5,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from .replaced import write_text
+from .run_files import write_text
 
 RESULT_FILE = "result.json"
-UNITS = {"bits_per_byte": "held-out bits per byte", "accuracy": "held-out accuracy"}
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class RunResult:
         num_parameters: a tied weight counts once.
         train_loss: loss of the last step, in nats.
         heldout_loss: mean loss on held-out data, in nats.
-        heldout_metric: ``bits_per_byte`` (text, lower is better) or ``accuracy`` (mqar, 0 to 1).
+        heldout_metric: name of the task's metric: ``bits_per_byte``, ``accuracy`` (0 to 1), ...
         heldout_value: the value of that metric on held-out data.
         tokens_per_second: over the training steps of this and earlier processes.
         seconds: time those steps took.
@@ -41,10 +40,15 @@ class RunResult:
     seconds: float
     sample: str | None
 
+    @property
+    def score_name(self) -> str:
+        """The metric in words, ``held-out bits per byte``."""
+        return f"held-out {self.heldout_metric.replace('_', ' ')}"
+
     def summary(self) -> str:
         """The figures in a few lines, with the sample last."""
         lines = [
-            f"{self.name}: {UNITS[self.heldout_metric]} {self.heldout_value:.4f} after {self.steps} steps "
+            f"{self.name}: {self.score_name} {self.heldout_value:.4f} after {self.steps} steps "
             f"({self.num_parameters:,} parameters, {self.tokens_per_second:,.0f} tokens/s, {self.seconds:.0f} s)",
             f"written to {self.folder}",
         ]

@@ -1,18 +1,17 @@
 """Everything that can refuse a run, checked before its folder is made."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from statemix.recipes import Recipe, load
+from statemix.tasks import Task
 
-from .difference import first_difference
-from .model_folder import RECIPE_FILE
-from .plugin_files import plugin_names, refuse_other_plugins
+from .model_folder import RECIPE_FILE, first_difference
+from .run_files import plugin_names, refuse_other_plugins
 from .run_state import read_state
-from .task import Task, build_task
 
 # What may change on resume: none of these touches the steps already taken.
 FREE_KEYS = ("training.checkpoint_every", "training.log_every", "training.eval_batches")
@@ -23,6 +22,7 @@ class RunPlan:
     """A run that may start.
 
     Attributes:
+        data: fingerprint of the task.
         stop_at: the step after which to save and end.
         state: the checkpoint to go on from, None for a new run.
     """
@@ -30,6 +30,7 @@ class RunPlan:
     recipe: Recipe
     folder: Path
     task: Task
+    data: str
     device: torch.device
     stop_at: int
     state: dict[str, Any] | None
@@ -56,13 +57,11 @@ def plan_run(
         _refuse_another_recipe(load(folder / RECIPE_FILE), recipe, folder)
     else:
         _refuse_existing(folder)
-    task = build_task(recipe)
-    if state is not None and state["data"] != task.fingerprint():
-        raise ValueError(
-            "training.task.folder: expected the text this run began with, got files with other content; "
-            "restore the files, or start a new run"
-        )
-    plan = RunPlan(recipe, folder, task, _choose_device(device), recipe.training.steps, state)
+    task = recipe.build_task()
+    data = task.fingerprint()
+    if state is not None and state["data"] != data:
+        raise ValueError(task.other_data)
+    plan = RunPlan(recipe, folder, task, data, _choose_device(device), recipe.training.steps, state)
     return plan if stop_after is None else _stopped(plan, stop_after)
 
 
@@ -112,4 +111,4 @@ def _stopped(plan: RunPlan, stop_after: int) -> RunPlan:
         raise ValueError(
             f"stop_after: expected a step from {plan.start + 1} to {plan.stop_at} (training.steps), got {stop_after}"
         )
-    return RunPlan(plan.recipe, plan.folder, plan.task, plan.device, stop_after, plan.state)
+    return replace(plan, stop_at=stop_after)

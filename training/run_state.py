@@ -14,7 +14,7 @@ from statemix.blocks import CausalLM
 from statemix.recipes import Recipe
 
 from .model_folder import MODEL_FILE, read_origin, read_weights, write_weights
-from .replaced import replaced
+from .run_files import replaced
 
 STATE_FOLDER = "state"
 

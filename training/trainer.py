@@ -94,6 +94,6 @@ class Trainer:
             model=self.model,
             optimizer=self.optimizer,
             step=self.step,
-            data=self.plan.task.fingerprint(),
+            data=self.plan.data,
         )
         self.saved_step = self.step

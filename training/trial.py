@@ -1,7 +1,7 @@
 """Is a recurrence any good? Two small runs of it, beside DeltaNet and GLA with the same sizes and on the same data.
 
-    mqar      recall: 8 pairs of key and value, then every key again (``mqar.py``)
-    parity    state tracking: twice as many bits as in training (``parity.py``)
+    mqar      recall: 8 pairs of key and value, then every key again (``tasks/mqar.py``)
+    parity    state tracking: twice as many bits as in training (``tasks/parity.py``)
 
 One layer, hidden size 64, two heads with as many key channels as there are pairs; four to five minutes on one core.
 DeltaNet fails parity with beta <= 1 and solves it with beta <= 2. One seed and one or two learning rates: a hint, not a
@@ -19,14 +19,11 @@ import torch
 
 from statemix.blocks import Block, CausalLM
 from statemix.recipes import TrainingConfig
+from statemix.tasks import Mqar, Parity, Task
 
-from .evaluation import evaluate
-from .mqar import Mqar
-from .objective import accumulate_gradients
+from .objective import accumulate_gradients, evaluate
 from .optimizer import build_optimizer, learning_rate
-from .parity import Parity
-from .replaced import replaced
-from .task import Task
+from .run_files import replaced
 
 RIVALS: dict[str, Any] = {
     "DeltaNet, beta <= 1": "deltanet",
@@ -49,14 +46,16 @@ class Setting:
             parity has none, so that nothing but the transition can solve it.
     """
 
-    name: str
     task: Task
     chance: float
-    vocab_size: int
     conv_size: int
     steps: int
-    seq_len: int
     learning_rates: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the task."""
+        return str(self.task.config.type)
 
 
 @dataclass(frozen=True)
@@ -152,14 +151,11 @@ def try_transition(
 
 def trial_settings(seed: int) -> tuple[Setting, ...]:
     """MQAR and parity."""
-    pairs, vocab_size = 8, 64
-    mqar = Mqar(
-        num_pairs=pairs, power=0.01, random_non_queries=False, vocab_size=vocab_size, seq_len=4 * pairs, seed=seed
-    )
-    parity = Parity(min_len=1, max_len=40, heldout_len=80, seed=seed)
+    mqar = Mqar(Mqar.Config(num_pairs=8, random_non_queries=False), vocab_size=64, seq_len=32, seed=seed)
+    parity = Parity(Parity.Config(), vocab_size=2, seq_len=40, seed=seed)
     return (
-        Setting("mqar", mqar, 2 / vocab_size, vocab_size, 4, 800, 4 * pairs, (5e-3,)),
-        Setting("parity", parity, 0.5, Parity.vocab_size, 0, 150, parity.max_len, (5e-3, 2e-2)),
+        Setting(mqar, chance=2 / mqar.vocab_size, conv_size=4, steps=800, learning_rates=(5e-3,)),
+        Setting(parity, chance=0.5, conv_size=0, steps=150, learning_rates=(5e-3, 2e-2)),
     )
 
 
@@ -179,7 +175,7 @@ def _learn(transition: Any, setting: Setting, *, lr: float, seed: int) -> tuple[
     """Train one model and return its curve; ends early when the task is solved or the loss is not finite."""
     steps, device = setting.steps, torch.device("cpu")
     training = TrainingConfig(
-        seq_len=setting.seq_len, batch_size=BATCH, steps=steps, lr=lr, warmup_steps=steps // 10, weight_decay=0.0
+        seq_len=setting.task.seq_len, batch_size=BATCH, steps=steps, lr=lr, warmup_steps=steps // 10, weight_decay=0.0
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -212,4 +208,4 @@ def _model(transition: Any, setting: Setting) -> CausalLM:
         "chunk_size": 16,
     }
     layer = Block.Config.model_validate({"mixer": {**mixer, "transition": transition}, "mlp": {"width": 128}})
-    return CausalLM(CausalLM.Config(vocab_size=setting.vocab_size, hidden_size=64), [layer])
+    return CausalLM(CausalLM.Config(vocab_size=setting.task.vocab_size, hidden_size=64), [layer])

@@ -18,6 +18,7 @@ from .options import parse
 
 if TYPE_CHECKING:
     from statemix.recipes import Recipe
+    from statemix.tasks import Task
 
 
 # What a wrong path leads to. Any other OSError, a full disk say, is no mistake in the command.
@@ -108,19 +109,32 @@ def _generate(arguments: argparse.Namespace) -> int:
     # As at the start of training: the first vectorised exp after matrix products can be slightly wrong.
     torch.zeros(4).exp()
     model = load_model(arguments.folder, trust_plugins=arguments.trust_plugins)
-    task = load(arguments.folder / "recipe.yaml").training.task.type
-    if task != "text":
-        raise ValueError(f"folder: expected a model trained on text, got task {task} in {arguments.folder}")
+    task = load(arguments.folder / "recipe.yaml").build_task()
+    prompt = _encoded(task, arguments)
     tokens = generate(
         model,
-        torch.tensor([list(arguments.prompt)]),
+        torch.tensor([prompt]),
         max_new_tokens=arguments.tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         generator=torch.Generator().manual_seed(arguments.seed),
     )
-    print(bytes(token for token in tokens[0].tolist() if token < 256).decode(errors="replace"))
+    print(task.decode(tokens[0].tolist()))
     return 0
+
+
+def _encoded(task: "Task", arguments: argparse.Namespace) -> list[int]:
+    """The prompt as tokens that the model knows."""
+    try:
+        tokens = task.encode(arguments.prompt)
+    except ValueError as error:
+        raise ValueError(f"prompt: {error}") from error
+    if tokens is None:
+        name = task.config.type
+        raise ValueError(f"folder: expected a model trained on text, got task {name} in {arguments.folder}")
+    if not tokens or not 0 <= min(tokens) <= max(tokens) < task.vocab_size:
+        raise ValueError(f"prompt: expected one or more tokens from 0 to {task.vocab_size - 1}, got {tokens}")
+    return tokens
 
 
 def _check(arguments: argparse.Namespace) -> int:

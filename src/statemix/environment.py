@@ -2,11 +2,10 @@
 
 import os
 import platform
-import sys
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from statemix.benchmarks.measured_on import installed_version
 from statemix.kernels import device_obstacle
 
 PACKAGES = ("statemix", "torch", "triton", "numpy", "pydantic", "omegaconf", "safetensors", "tensorboard")
@@ -21,18 +20,6 @@ def describe_environment() -> str:
     lines += [f"{'torch forms':<14}recurrent, chunk, parallel: run on every device above, in float32 and float64"]
     lines += [f"{'triton forms':<14}{_triton_forms()}"]
     return "\n".join(lines)
-
-
-def installed_version(name: str) -> str | None:
-    """Version of a package, None where it is not installed.
-
-    A package that is loaded says it itself: torch names its build, as in 2.14.1+cu130, where metadata may say 2.14.1.
-    """
-    loaded = getattr(sys.modules.get(name), "__version__", None)
-    try:
-        return str(loaded or version(name))
-    except PackageNotFoundError:
-        return None
 
 
 def _devices() -> list[str]:

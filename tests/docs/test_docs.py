@@ -37,6 +37,7 @@ from statemix import cli
 from statemix.blocks import MLPS, NORMS, CausalLM
 from statemix.mixers import MIXERS
 from statemix.recipes import Recipe, TrainingConfig, load
+from statemix.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -91,7 +92,7 @@ def fences(page: Path) -> list[Fence]:
 def process_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Each page in a folder of its own; the names and modules that its files bring do not outlive it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("statemix.training.sample.NEW_BYTES", 3)  # a sample is part of the output, not of the point
+    monkeypatch.setattr("statemix.tasks.token_stream.NEW_TOKENS", 3)  # a sample is part of the output, not of the point
     path, modules = list(sys.path), set(sys.modules)
     yield
     sys.path[:] = path
@@ -129,7 +130,7 @@ def test_every_page_is_in_the_navigation_and_in_ascii() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [*MIXERS.configs(), *MLPS.configs(), *NORMS.configs(), CausalLM.Config, TrainingConfig, Recipe],
+    [*MIXERS.configs(), *MLPS.configs(), *NORMS.configs(), *TASKS.configs(), CausalLM.Config, TrainingConfig, Recipe],
     ids=lambda config: config.__qualname__,
 )
 def test_every_key_of_a_recipe_is_explained(config: type[BaseModel]) -> None:

@@ -57,7 +57,7 @@ def check(name: str, **options: Any) -> Report:
 
 @pytest.fixture(autouse=True)
 def registry_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("statemix.training.sample.NEW_BYTES", 3)
+    monkeypatch.setattr("statemix.tasks.token_stream.NEW_TOKENS", 3)
 
 
 def test_every_example_is_listed() -> None:

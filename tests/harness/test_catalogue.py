@@ -1,6 +1,7 @@
 """Every transition of the package passes every check: the package's own tests of its transitions."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,19 @@ import torch
 from statemix import ScanResult, scan
 from statemix.harness import CATALOGUE, applicable_checks, check_transition
 
-CASES = [(subject, check) for subject in CATALOGUE for check in applicable_checks(CATALOGUE[subject])]
+# The compiler takes seconds for each transition. Here: one for every way through the chunk form.
+COMPILED = {"scalar_gate", "diagonal_gate", "gated_householder", "two_directions", "block_diagonal"}
 
 
-@pytest.mark.parametrize(("subject", "check"), CASES, ids=[f"{subject}-{check}" for subject, check in CASES])
+def case(subject: str, check: str) -> Any:
+    is_slow = check == "chunk_form_compiles" and subject not in COMPILED
+    return pytest.param(subject, check, id=f"{subject}-{check}", marks=[pytest.mark.slow] if is_slow else [])
+
+
+CASES = [case(subject, check) for subject in CATALOGUE for check in applicable_checks(CATALOGUE[subject])]
+
+
+@pytest.mark.parametrize(("subject", "check"), CASES)
 def test_a_transition_of_the_package_passes(subject: str, check: str) -> None:
     report = check_transition(CATALOGUE[subject], only=[check])
     assert report.ok, f"\n{report}"

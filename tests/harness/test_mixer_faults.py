@@ -9,8 +9,8 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from statemix.harness import check_mixer
-from statemix.harness.mixer_check import MIXER_CHECKS
-from statemix.mixers import Attention, AttentionState, MixerSpec, StateMixer
+from statemix.harness.mixer import MIXER_CHECKS
+from statemix.mixers import Attention, AttentionState, Capabilities, MixerSpec, StateMixer
 from statemix.mixers.rotary import rotate
 from statemix.transitions import Product, ScalarGate, Transition
 
@@ -195,6 +195,21 @@ class HasABias(Window):
         self.output = nn.Linear(self.output.in_features, HIDDEN)
 
 
+class GrowsItsState(Window):
+    """Keeps what its window shows, and declares a state of constant size."""
+
+    capabilities = Capabilities(has_constant_state=True)
+
+
+class ReadsDocumentsAsOne(Window):
+    """Declares that it does not pack, and takes packed documents all the same."""
+
+    capabilities = Capabilities(packs=False)
+
+    def forward(self, hidden: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None) -> Any:
+        return super().forward(hidden, state)
+
+
 class PacksABatch(Window):
     def forward(self, hidden: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None) -> Any:
         return super().forward(hidden, state, cu_seqlens=cu_seqlens if len(hidden) == 1 else None)
@@ -370,6 +385,8 @@ FAULTS: dict[type[nn.Module], set[str]] = {
     GivesDocumentsEachOthersState: {"packed_states_equal_separate_ones"},
     HasABias: {"tokens_of_no_document_give_zeros", *RESETS},
     PacksABatch: {"packing_a_batch_is_refused"},
+    GrowsItsState: {"state_size_is_constant"},
+    ReadsDocumentsAsOne: {"packing_is_refused"},
     CastsToFloat32: {"float64_is_kept"},
     LosesAGradient: {"gradients_are_derivatives"},
     CutsItsInput: {"float32_is_close"},

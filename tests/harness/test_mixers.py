@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from statemix.harness import HarnessError, check_mixer
-from statemix.harness.mixer_check import MIXER_CHECKS
+from statemix.harness.mixer import MIXER_CHECKS
 from statemix.mixers import Attention, StateMixer
 
 SEQ_LEN = 37  # three chunks of 16 with a ragged end, several windows
@@ -45,7 +45,9 @@ def _first_exp() -> None:
 def test_the_mixers_of_the_package_pass_every_check(name: str) -> None:
     report = check_mixer(MIXERS[name], hidden_size=20, seq_len=SEQ_LEN)
     assert report.ok, report
-    assert {result.check for result in report.results} == {c.name for c in MIXER_CHECKS.values() if not c.is_slow}
+    left_out = {"packing_is_refused"} | ({"state_size_is_constant"} if "attention" in MIXERS[name]["type"] else set())
+    every_check = {c.name for c in MIXER_CHECKS.values() if not c.is_slow}
+    assert {result.check for result in report.results} == every_check - left_out
 
 
 @pytest.mark.slow

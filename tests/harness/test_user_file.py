@@ -8,7 +8,7 @@ import torch
 
 from statemix.cli import main
 from statemix.harness import CATALOGUE, HarnessError, Sizes
-from statemix.harness.check_lowering import normal_form_matrix
+from statemix.harness.recurrence_checks.lowering import normal_form_matrix
 from statemix.harness.user_file import check_file, list_checks, load_transition
 
 TOY = """\

@@ -239,7 +239,8 @@ def test_thirty_lengths_compile_nothing_after_the_first_three(is_packed: bool) -
     assert all(found <= known for found in others[2:])
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+# It takes 40 s a arch. What the others make of these very sources stands in the committed matrix, see below.
+@pytest.mark.parametrize("arch", [x if x == "sm_90" else pytest.param(x, marks=pytest.mark.slow) for x in ARCHS])
 def test_a_sample_of_kernels_compiles_and_fits(arch: str) -> None:
     command = [sys.executable, "-P", str(ROOT / "tools" / "compile_matrix.py"), "--sample", arch]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

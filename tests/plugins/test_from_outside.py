@@ -12,7 +12,7 @@ from statemix.cli import main
 from statemix.harness import check_mixer
 from statemix.mixers import StateError
 from statemix.plugins import load_file, load_installed
-from statemix.recipes import RecipeError, load
+from statemix.recipes import RecipeError, build, load
 from statemix.training import load_model, train
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
@@ -56,7 +56,7 @@ def test_a_part_in_a_file_is_trained_resumed_shown_and_generated_from(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert len(FILES[file].splitlines()) < 40
-    monkeypatch.setattr("statemix.training.sample.NEW_BYTES", 3)
+    monkeypatch.setattr("statemix.tasks.token_stream.NEW_TOKENS", 3)
     recipe, out = write(tmp_path, file), tmp_path / "run"
     command = ["train", str(recipe), "--device", "cpu", "--out", str(out)]
     assert main([*command, "--stop-after", "2"]) == 0
@@ -114,6 +114,46 @@ def test_a_mistyped_part_is_refused_with_line_and_key(file: str, change: str, me
     with pytest.raises(RecipeError) as caught:
         load(recipe)
     assert message in str(caught.value)
+
+
+POWER = """\
+from typing import Literal
+
+from statemix.mixers import FEATURE_MAPS, FeatureMap
+from statemix.plugins import PartConfig
+
+
+@FEATURE_MAPS.register
+class Power(FeatureMap):
+    is_non_negative = True
+
+    class Config(PartConfig):
+        type: Literal["power"] = "power"
+        of: int = 2
+
+    def __init__(self, size, *, of):
+        super().__init__(size)
+        if of % 2:
+            raise ValueError(f"of: expected an even number, got {of}; odd powers keep signs")
+        self.of = of
+
+    def forward(self, x):
+        return x**self.of
+"""
+
+
+def test_a_feature_map_in_a_file_has_options_and_may_be_summed(tmp_path: Path) -> None:
+    recipe = write(tmp_path, "squared_relu.py")
+    (tmp_path / "power.py").write_text(POWER)
+    state = "{type: state, num_heads: 2, key_dim: 8, value_dim: 8, transition: gla, is_normalized: true, MAP}"
+    text = recipe.read_text().replace("{type: attention, num_heads: 2}", state).replace("[sq", "[power.py, sq")
+    recipe.write_text(text.replace("MAP", "feature_map: {type: power, of: 4}"))
+    loaded = load(recipe)
+    assert build(loaded).blocks[0].mixer.query_map.of == 4  # type: ignore[union-attr]
+    assert load(loaded.model_dump()) == loaded
+    recipe.write_text(text.replace("MAP", "feature_map: {type: power, of: 3}"))
+    with pytest.raises(RecipeError, match="layers.mine.mixer: of: expected an even number, got 3"):
+        load(recipe)
 
 
 def test_a_mixer_with_a_vector_state_passes_every_check_of_a_mixer(tmp_path: Path) -> None:

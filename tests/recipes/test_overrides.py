@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from statemix.recipes import RecipeError, TextTask, load
+from statemix.recipes import RecipeError, load
+from statemix.tasks import ByteText
 from statemix.transitions import transition_names
 
 
@@ -42,7 +43,7 @@ def test_keys_left_at_their_defaults_can_be_set(load_text) -> None:
     training = recipe.training
     assert (training.checkpoint_every, training.log_every, training.steps) == (7, 3, 9)
     assert training.betas == (0.8, 0.95)
-    assert training.task == TextTask(folder="a folder")
+    assert training.task == ByteText.Config(folder="a folder")
     assert recipe.layers["window"].mixer.rotary is False
     assert recipe.layers["delta"].mlp is None and recipe.layers["window"].mlp is not None
 

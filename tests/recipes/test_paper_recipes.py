@@ -13,7 +13,7 @@ import torch
 from statemix.blocks import CausalLM
 from statemix.mixers import Attention
 from statemix.recipes import Recipe, build, load, shipped
-from statemix.training.batch import Batch
+from statemix.tasks import Batch
 from statemix.training.objective import accumulate_gradients
 from statemix.training.optimizer import build_optimizer
 

@@ -152,10 +152,13 @@ def test_all_faults_are_listed_and_long_lists_are_cut(refusal) -> None:
         ),
         ("16} -> 16, num_layers: 6}", "model.num_layers: expected 4, the length of the stack, got 6"),
         ("16} -> 16, num_layers: 3}", "model.num_layers: expected 4, the length of the stack, got 3"),
-        ("task: text -> task: texts", "training.task: expected one of text, mqar, got 'texts'; did you mean text?"),
+        (
+            "task: text -> task: texts",
+            "training.task: expected one of text, mqar, parity, got 'texts'; did you mean text?",
+        ),
         (
             "task: text -> task: {type: tex}",
-            "training.task.type: expected one of text, mqar, got 'tex'; did you mean text?",
+            "training.task.type: expected one of text, mqar, parity, got 'tex'; did you mean text?",
         ),
         (
             "task: text -> task: {type: text, num_pairs: 3}",

@@ -49,7 +49,7 @@ TINY: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample of 240 bytes takes longer than all else in a tiny run."""
-    monkeypatch.setattr("statemix.training.sample.NEW_BYTES", 16)
+    monkeypatch.setattr("statemix.tasks.token_stream.NEW_TOKENS", 16)
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ import pytest
 
 from statemix.recipes import Recipe
 from statemix.training import Interrupted, train
-from statemix.training.interrupt import deferred_interrupt
-from statemix.training.metric_log import read_metrics
+from statemix.training.loop import deferred_interrupt
+from statemix.training.metrics import read_metrics
 from statemix.training.run_plan import plan_run
 
 MakeRecipe = Callable[..., Recipe]

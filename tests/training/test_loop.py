@@ -10,9 +10,8 @@ import torch
 
 from statemix.recipes import Recipe, build, load
 from statemix.training import load_model, train
-from statemix.training.evaluation import evaluate
+from statemix.training.objective import evaluate
 from statemix.training.run_plan import plan_run
-from statemix.training.task import build_task
 from statemix.training.trainer import Trainer
 
 MakeRecipe = Callable[..., Recipe]
@@ -25,9 +24,9 @@ def test_a_run_folder_rebuilds_the_trained_model(make_recipe: MakeRecipe, tmp_pa
     files = {"recipe.yaml", "model.safetensors", "metrics.jsonl", "state", "curves.png", "result.json", "events.out"}
     assert names == files
     assert load(tmp_path / "run" / "recipe.yaml") == recipe
-    task = build_task(recipe)
+    task = recipe.build_task()
     again = evaluate(load_model(tmp_path / "run"), task.heldout_batches(2, 2), device=torch.device("cpu"))
-    assert again.bits_per_byte == result.heldout_value
+    assert again.score(task.metric) == result.heldout_value
     assert again.num_valid == 2 * 2 * 33
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 5]  # every second step, and the last
@@ -41,7 +40,7 @@ def test_the_loss_of_the_first_step_is_that_of_the_freshly_seeded_model(
     recipe = make_recipe("training.steps=1", "training.warmup_steps=0", "training.accumulate=3")
     result = train(recipe, tmp_path / "run", progress=False, device="cpu")
     torch.manual_seed(recipe.training.seed)
-    batch = build_task(recipe).train_batch(1, 6)
+    batch = recipe.build_task().train_batch(1, 6)
     expected = evaluate(build(recipe), [batch], device=torch.device("cpu")).loss
     assert result.train_loss == pytest.approx(expected, rel=1e-5)  # float32 sums in another order
 
@@ -49,7 +48,7 @@ def test_the_loss_of_the_first_step_is_that_of_the_freshly_seeded_model(
 def test_training_on_text_beats_the_frequency_of_bytes(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     recipe = make_recipe("training.steps=40", "training.batch_size=8", "training.lr=0.01", "training.log_every=20")
     result = train(recipe, tmp_path / "run", progress=False, device="cpu")
-    train_bytes = build_task(recipe).text.train  # type: ignore[attr-defined]
+    train_bytes = recipe.build_task().split.train  # type: ignore[attr-defined]
     share = torch.bincount(train_bytes.long()).double() / len(train_bytes)
     entropy = -(share * share.log2()).nansum().item()
     assert result.heldout_metric == "bits_per_byte"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from statemix.recipes import Recipe, build
 from statemix.training import load_model, save_model
+from statemix.training.model_folder import Difference, first_difference
 
 MakeRecipe = Callable[..., Recipe]
 Change = Callable[[dict[str, Tensor]], object]
@@ -165,3 +166,19 @@ def test_a_crash_while_saving_leaves_the_model_before_and_no_rubbish(
         save_model(build(make_recipe()), tmp_path)
     assert sorted(os.listdir(tmp_path)) == files
     assert same_tensors(load_model(tmp_path), first)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ({"a": 1}, {"a": 1}, None),
+        ({"a": {"b": [1, {"c": 2}]}}, {"a": {"b": [1, {"c": 3}]}}, Difference("a.b.1.c", 2, 3)),
+        ({"a": 1}, {"a": 1, "b": 2}, Difference("b", None, 2)),
+        ({"a": 1, "b": 2}, {"a": 1}, Difference("b", 2, None)),
+        ({"a": [1]}, {"a": [1, 2]}, Difference("a", [1], [1, 2])),
+        ({"a": [1]}, {"a": {"b": 1}}, Difference("a", [1], {"b": 1})),
+        ({"b": 1, "a": 1}, {"a": 2, "b": 2}, Difference("b", 1, 2)),
+    ],
+)
+def test_the_first_difference_is_named(old: object, new: object, expected: Difference | None) -> None:
+    assert first_difference(old, new) == expected

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from statemix.recipes import Recipe, build
+from statemix.tasks import Batch
 from statemix.training import NonFiniteError, load_model, train
-from statemix.training.batch import Batch
 from statemix.training.nonfinite import first_nonfinite_layer
 from statemix.training.objective import accumulate_gradients
 from statemix.training.trainer import Trainer

@@ -2,11 +2,12 @@
 
 import warnings
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from statemix.training.batch import IGNORE, Batch
-from statemix.training.objective import accumulate_gradients, autocast
+from statemix.tasks import IGNORE, Batch
+from statemix.training.objective import accumulate_gradients, autocast, evaluate
 
 VOCAB = 11
 
@@ -72,3 +73,10 @@ def test_products_are_bfloat16_on_a_gpu_and_float32_on_a_cpu() -> None:
         assert not torch.is_autocast_enabled("cpu")
     with warnings.catch_warnings(action="ignore"):  # where there is no GPU
         assert autocast(torch.device("cuda")).fast_dtype == torch.bfloat16  # type: ignore[attr-defined]
+
+
+def test_nothing_to_score_is_refused_by_name() -> None:
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    for batches in ([], [Batch(tokens, torch.full_like(tokens, IGNORE))]):
+        with pytest.raises(ValueError, match="expected held-out batches with a label"):
+            evaluate(Bigram(), batches, device=torch.device("cpu"))

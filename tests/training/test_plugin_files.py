@@ -11,7 +11,7 @@ import torch
 from statemix.cli import main
 from statemix.plugins import loading
 from statemix.recipes import Recipe, RecipeError, build, load
-from statemix.training import load_model, plugins_of_run, save_model, train
+from statemix.training import Interrupted, load_model, plugins_of_run, save_model, train
 from statemix.transitions import TRANSITIONS
 
 MakeRecipe = Callable[..., Recipe]
@@ -30,7 +30,7 @@ CHANGED = GATE.replace("* state", "* state / 2")
 
 IN_A_NEW_PROCESS = """
 import sys, torch
-from statemix.training import load_model
+from statemix.training import Interrupted, load_model
 print(load_model(sys.argv[1], trust_plugins=True)(torch.arange(9)[None])[0].double().sum().item())
 """
 
@@ -76,6 +76,7 @@ def test_a_run_goes_on_with_the_original_and_with_its_copy(recipe: Recipe, tmp_p
     folder = tmp_path / "run"
     train(recipe, folder, stop_after=2, device="cpu", progress=False)
     train(recipe, folder, stop_after=4, resume=True, device="cpu", progress=False)
+    assert Interrupted(4, folder).command.endswith("--resume --trust-plugins")
     assert train(load(folder / "recipe.yaml"), folder, resume=True, device="cpu", progress=False).steps == 6
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from statemix import scan
 from statemix.harness import CATALOGUE
-from statemix.harness.context import Subject
-from statemix.harness.problem import Problem, Sizes
+from statemix.harness.problem import Problem, Sizes, Subject
 from statemix.harness.transition import as_subject
 from statemix.harness.user_file import load_transition
 from statemix.transitions import DiagonalGate, Householder, Product, choice

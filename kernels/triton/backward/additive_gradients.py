@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from statemix.kernels.additive_operands import AdditiveOperands
 from statemix.kernels.launch import launch
 from statemix.kernels.launch_config import Tiles, device_arch, products_in
+from statemix.kernels.operands import ScanOperands
 from statemix.kernels.spans import Spans, ceil_div, power_of_2_from
 from statemix.kernels.triton.primitives.gates import FIXED, NO_DECAY, SCALAR, between, bounded, decay_kind, load_gate
 from statemix.kernels.triton.primitives.loads import load_rows, locate_chunk
@@ -181,7 +181,7 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    operands: AdditiveOperands,
+    operands: ScanOperands,
     grad: Tensor,
     gate: Tensor | None,
     states: Tensor,
@@ -193,7 +193,7 @@ def gradients(
     needs_gate: bool,
 ) -> Gradients:
     """Gradients of every query and key, one a value head; tokens of no document get zeros."""
-    q, k, v, log_decay, *_ = operands
+    q, k, v, log_decay = operands.q, operands.b, operands.v, operands.log_decay
     (batch, seq_len, heads, value_dim), key_dim = v.shape, q.shape[-1]
     block_k = tiles.block
     dq, dk = (chunks.rows_like(q, batch, seq_len, heads, key_dim) for _ in range(2))

@@ -1,13 +1,11 @@
 """Launches the gradients under a diagonal decay."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import launch
 from statemix.kernels.launch_config import Tiles, device_arch, products_in
+from statemix.kernels.operands import ScanOperands
 from statemix.kernels.spans import Spans, ceil_div
 
 from .channel_gradients_kernel import _channel_gradients_kernel
@@ -16,24 +14,8 @@ from .score_gradients import PairGradients, pair_gradients
 from .steep_gradients import add_steep_gradients
 
 
-class ChannelGradients(NamedTuple):
-    """Gradients of an additive scan, one a head with a state.
-
-    Attributes:
-        q, k: [B, T, HV, K].
-        gate: [B, T, HV, K] float32.
-    """
-
-    q: Tensor
-    k: Tensor
-    gate: Tensor
-
-
 def channel_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
+    operands: ScanOperands,
     grad: Tensor,
     states: Tensor,
     grad_states: Tensor,
@@ -41,17 +23,15 @@ def channel_gradients(
     *,
     scale: float,
     tiles: Tiles,
-) -> ChannelGradients:
-    """Gradients of every query, key and gate without erasures; tokens of no document get zeros."""
-    operands = DeltaOperands(q, None, k, v, None, None, log_decay, None, None, reads_before_decay=False, blocks=1)
+) -> RowGradients:
+    """Gradients of every query, key and gate without erase pairs, one micro-step a token; v has no gradient here."""
+    v = operands.v
     pairs = pair_gradients(operands, grad, v, None, None, chunks, scale=scale, tiles=tiles)
-    made = _launch(operands, grad, v, None, states, grad_states, pairs, chunks, scale=scale, tiles=tiles)
-    assert made.gate is not None
-    return ChannelGradients(made.q, made.b, made.gate)
+    return _launch(operands, grad, v, None, states, grad_states, pairs, chunks, scale=scale, tiles=tiles)
 
 
 def channel_row_gradients(
-    operands: DeltaOperands,
+    operands: ScanOperands,
     grad: Tensor,
     corrected: Tensor,
     residual: Tensor,
@@ -80,7 +60,7 @@ def channel_row_gradients(
 
 
 def _launch(
-    operands: DeltaOperands,
+    operands: ScanOperands,
     grad: Tensor,
     written: Tensor,
     residual: Tensor | None,

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import launch
 from statemix.kernels.launch_config import Tiles, device_arch, products_in
+from statemix.kernels.operands import ScanOperands
 from statemix.kernels.spans import Spans, ceil_div, power_of_2_from
 from statemix.kernels.triton.primitives.gates import SCALAR, decay_kind, load_gate, load_gate_before
 from statemix.kernels.triton.primitives.loads import load_rows, load_scalars, load_step, locate_chunk
@@ -222,7 +222,7 @@ class RowGradients(NamedTuple):
 
 
 def delta_gradients(
-    operands: DeltaOperands,
+    operands: ScanOperands,
     grad: Tensor,
     corrected: Tensor,
     residual: Tensor,

@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import launch
 from statemix.kernels.launch_config import Tiles, device_arch, products_in
+from statemix.kernels.operands import ScanOperands
 from statemix.kernels.spans import Spans
 from statemix.kernels.triton.primitives.gates import SCALAR, between, decay_kind, load_gate, load_gate_before
 from statemix.kernels.triton.primitives.loads import (
@@ -189,7 +189,7 @@ class PairGradients(NamedTuple):
 
 
 def pair_gradients(
-    operands: DeltaOperands,
+    operands: ScanOperands,
     grad: Tensor,
     corrected: Tensor,
     residual: Tensor | None,

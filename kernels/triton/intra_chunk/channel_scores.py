@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import launch
 from statemix.kernels.launch_config import Tiles, device_arch, products_in
+from statemix.kernels.operands import ScanOperands
 from statemix.kernels.spans import Spans, power_of_2_from
 from statemix.kernels.triton.primitives.channel_factors import (
     cumulative_gates,
@@ -259,7 +259,7 @@ def channel_pairs(
     return made
 
 
-def channel_erasures(operands: DeltaOperands, chunks: Spans, *, scale: float, tiles: Tiles) -> ChannelErasures:
+def channel_erasures(operands: ScanOperands, chunks: Spans, *, scale: float, tiles: Tiles) -> ChannelErasures:
     """Prepare erasures under a diagonal decay; ``chunks`` in rows. Rows of no document stay unwritten."""
     q, a, b, _, rate, _, log_decay, *_ = operands
     assert log_decay is not None

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import launch
 from statemix.kernels.launch_config import Tiles, device_arch, products_in
+from statemix.kernels.operands import ScanOperands
 from statemix.kernels.spans import Spans, power_of_2_from
 from statemix.kernels.triton.primitives.gates import DIAGONAL, NO_DECAY, SCALAR, decay_kind
 
@@ -24,7 +24,7 @@ class InverseProducts(NamedTuple):
 
 
 def inverse_products(
-    operands: DeltaOperands,
+    operands: ScanOperands,
     channels: ChannelErasures | None,
     gate: Tensor | None,
     chunks: Spans,
@@ -78,12 +78,12 @@ def inverse_products(
 
 
 def _launch_inverse(
-    operands: DeltaOperands, channels: ChannelErasures | None, gate: Tensor | None, chunks: Spans
+    operands: ScanOperands, channels: ChannelErasures | None, gate: Tensor | None, chunks: Spans
 ) -> Tensor:
     """T of every chunk, [chunks, HV, C, C] float32, without a scalar decay that can wait."""
     b, size, arch = operands.b, chunks.length, device_arch(operands.q.device)
     assert size in (16, 32, 64), size
-    a, rate, decay = b if operands.a is None else operands.a, operands.rate, NO_DECAY.value
+    a, rate, decay = b if operands.a is None else operands.a, operands.erase_beta, NO_DECAY.value
     is_wide = b.dtype == torch.float32
     given: tuple[Tensor | None, ...] = (a, b, rate, None, None)
     if channels is not None:
@@ -118,12 +118,12 @@ def _launch_inverse(
     return inverse
 
 
-def _has_inner_decay(operands: DeltaOperands) -> bool:
+def _has_inner_decay(operands: ScanOperands) -> bool:
     """Rows read before a scalar decay of their own, so that A needs it."""
     return operands.reads_before_decay and decay_kind(operands.log_decay) == SCALAR.value
 
 
-def _sizes(operands: DeltaOperands, chunks: Spans) -> dict[str, Any]:
+def _sizes(operands: ScanOperands, chunks: Spans) -> dict[str, Any]:
     q = operands.q
     return {
         "HV": operands.num_heads,
