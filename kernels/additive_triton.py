@@ -3,7 +3,7 @@
     forward     [gate] -> [segments: walk from zero, join] -> walk
     backward    [segments: reverse walk from zero, join] -> reverse walk -> gradients
 
-``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_pairs`` for a diagonal one; no decay and a fixed one
+``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_scores`` for a diagonal one; no decay and a fixed one
 need none. A sequence is cut into segments where one walk a (head, block of V) would leave most of the device idle.
 
 With nothing saved, backward makes the gate and walks forward once more. Neither validates nor knows autograd:
@@ -22,11 +22,11 @@ from .launch_config import AdditiveConfig, Tiles, additive_config, check_same_ti
 from .normal_form import sum_groups
 from .operands import Decay, Gradients, Saved, ScanOperands
 from .spans import Partition, Spans, ceil_div, partition
-from .triton.backward.additive_gradients import gradients
+from .triton.backward.additive_gradients import additive_gradients
 from .triton.backward.channel_gradients import channel_gradients
-from .triton.inter_chunk.additive_scan import WalkInputs, walk
+from .triton.inter_chunk.additive_scan import AdditiveScanInputs, inter_chunk_scan
 from .triton.inter_chunk.joins import join_segments
-from .triton.intra_chunk.channel_scores import channel_pairs
+from .triton.intra_chunk.channel_scores import channel_scores
 from .triton.primitives.cumulative_gate import cumulative_gate
 
 
@@ -46,12 +46,12 @@ class _Decayed(NamedTuple):
     gate: Tensor | None
     pairs: Tensor | None
 
-    def forward(self, operands: ScanOperands, scale: float) -> WalkInputs:
+    def forward(self, operands: ScanOperands, scale: float) -> AdditiveScanInputs:
         rest = (operands.v, self.gate, self.pairs, operands.initial_state, operands.decay.value, scale)
-        return WalkInputs(self.q, self.k, *rest)
+        return AdditiveScanInputs(self.q, self.k, *rest)
 
-    def reverse(self, grad: Tensor, initial: Tensor | None, decay: Decay, scale: float) -> WalkInputs:
-        return WalkInputs(self.k, self.q, grad, self.gate, self.pairs, initial, decay.value, scale)
+    def reverse(self, grad: Tensor, initial: Tensor | None, decay: Decay, scale: float) -> AdditiveScanInputs:
+        return AdditiveScanInputs(self.k, self.q, grad, self.gate, self.pairs, initial, decay.value, scale)
 
 
 def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor, Tensor, Saved | None]:
@@ -68,7 +68,7 @@ def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor
     operands = _one_step_a_token(operands, num_steps).contiguous()
     plan = _plan(operands)
     decayed = _decayed(operands, plan, scale)
-    output = plan.partition.chunks.rows_like(operands.v)
+    output = plan.partition.chunks.array_like(operands.v)
     states = _chunk_states(operands, plan) if save else None
     final = _walk(decayed.forward(operands, scale), plan, output=output, states=states)
     if num_steps > 1:
@@ -97,7 +97,7 @@ def backward(
     else:
         states, decayed = _chunk_states(operands, plan), _decayed(operands, plan, scale)
         _walk(decayed.forward(operands, scale), plan, output=None, states=states)
-    grad_states, dv = torch.empty_like(states), plan.partition.chunks.rows_like(operands.v)
+    grad_states, dv = torch.empty_like(states), plan.partition.chunks.array_like(operands.v)
     reverse = decayed.reverse(grad_output, grad_final, plan.decay, scale)
     d_initial = _walk(reverse, plan, output=dv, states=grad_states, reverse=True)
     dq, dk, gate = _row_gradients(
@@ -126,18 +126,15 @@ def _row_gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of every query and key, one a value head, and of the gate."""
     chunks, config = plan.partition.chunks, plan.config
+    tensors = (states, grad_states, chunks)
     if plan.decay is Decay.DIAGONAL:
+        tiles = config.channel_gradients
         grads = channel_gradients(
-            operands, grad_output, states, grad_states, chunks, scale=scale, tiles=config.channel_gradients
+            *(operands, grad_output, operands.v, None, *tensors), scale=scale, tiles=tiles, score_tiles=tiles
         )
         return grads.q, grads.b, grads.gate
-    others = gradients(
-        *(operands, grad_output, gate, states, grad_states, chunks),
-        scale=scale,
-        tiles=config.gradients,
-        needs_gate=needs_gate,
-    )
-    return others.q, others.k, others.gate
+    tiles = config.gradients
+    return additive_gradients(operands, grad_output, gate, *tensors, scale=scale, tiles=tiles, needs_gate=needs_gate)
 
 
 def _one_step_a_token(operands: ScanOperands, num_steps: int) -> ScanOperands:
@@ -174,8 +171,8 @@ def _decayed(operands: ScanOperands, plan: _Plan, scale: float) -> _Decayed:
     if log_decay is not None and plan.decay is Decay.SCALAR:
         return _Decayed(q, k, cumulative_gate(log_decay, plan.partition.chunks), None)
     if log_decay is not None and plan.decay is Decay.DIAGONAL:
-        decayed = channel_pairs(q, k, log_decay, plan.partition.chunks, scale=scale, tiles=plan.config.channel_scores)
-        return _Decayed(decayed.reach, decayed.rest, decayed.total, decayed.pairs)
+        scores = channel_scores(operands, plan.partition.chunks, scale=scale, tiles=plan.config.channel_scores)
+        return _Decayed(scores.q_from_start, scores.b_to_end, scores.total, scores.A_qk)
     return _Decayed(q, k, log_decay, None)
 
 
@@ -204,11 +201,11 @@ def _chunk_states(operands: ScanOperands, plan: _Plan) -> Tensor:
 
 
 def _walk(
-    inputs: WalkInputs, plan: _Plan, *, output: Tensor | None, states: Tensor | None, reverse: bool = False
+    inputs: AdditiveScanInputs, plan: _Plan, *, output: Tensor | None, states: Tensor | None, reverse: bool = False
 ) -> Tensor:
     """Walk every sequence, in segments where the plan says so; returns the state at the other end."""
     final = _empty_states(inputs, plan.partition.sequences)
-    step = partial(walk, chunk_size=plan.config.chunk_size, reverse=reverse)
+    step = partial(inter_chunk_scan, chunk_size=plan.config.chunk_size, reverse=reverse)
     tiles = _walk_tiles(plan, states, reverse=reverse)
     if plan.partition.segments is None:
         step(inputs, plan.partition.sequences, tiles=tiles, output=output, states=states, final=final)
@@ -232,7 +229,7 @@ def _walk(
     return final
 
 
-def _empty_states(inputs: WalkInputs, spans: Spans) -> Tensor:
+def _empty_states(inputs: AdditiveScanInputs, spans: Spans) -> Tensor:
     heads, value_dim = inputs.value.shape[2:]
     return inputs.value.new_empty(spans.count, heads, value_dim, inputs.writer.shape[-1], dtype=torch.float32)
 
@@ -246,7 +243,7 @@ def _walk_tiles(plan: _Plan, states: Tensor | None, *, reverse: bool) -> Tiles:
     return config.scan if states is None or plan.decay is not Decay.SCALAR else config.saving
 
 
-def _span_decay(inputs: WalkInputs, segments: Spans) -> Tensor | None:
+def _span_decay(inputs: AdditiveScanInputs, segments: Spans) -> Tensor | None:
     if inputs.decay == Decay.NONE:
         return None
     shape = [segments.count, inputs.value.shape[2]]

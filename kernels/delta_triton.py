@@ -3,7 +3,7 @@
     forward     [gate] -> inverse -> products -> [segments: their maps, join] -> walk [-> outputs]
     backward    [segments: reverse walk from zero, join] -> reverse walk -> gradients
 
-``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_erasures`` for a diagonal one. A sequence is cut into
+``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_scores`` for a diagonal one. A sequence is cut into
 segments where one walk a (head, block of V) would leave most of the device idle. Where heads have several blocks the
 walk makes states only, and outputs are made from them for all chunks at once, summed over the blocks; states of all
 chunks are there for a while then, also without gradients.
@@ -23,13 +23,13 @@ from .launch_config import DeltaConfig, check_same_tiles, delta_config, device_a
 from .normal_form import sum_groups
 from .operands import Decay, Gradients, Saved, ScanOperands
 from .spans import Partition, ceil_div, partition
-from .triton.backward.channel_gradients import channel_row_gradients
-from .triton.backward.delta_gradients import RowGradients, delta_gradients
+from .triton.backward.channel_gradients import channel_gradients
+from .triton.backward.delta_gradients import HeadGradients, delta_gradients
 from .triton.inter_chunk.delta_outputs import delta_outputs
-from .triton.inter_chunk.delta_scan import DeltaWalkInputs, delta_walk
+from .triton.inter_chunk.delta_scan import DeltaScanInputs, delta_inter_chunk_scan
 from .triton.inter_chunk.joins import join_maps
-from .triton.intra_chunk.channel_scores import channel_erasures
-from .triton.intra_chunk.ut_transform import inverse_products
+from .triton.intra_chunk.channel_scores import channel_scores
+from .triton.intra_chunk.ut_transform import ut_transform
 from .triton.primitives.cumulative_gate import cumulative_gate
 
 
@@ -62,7 +62,7 @@ def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor
     """
     operands = operands.contiguous()
     plan = _plan(operands)
-    products, inverse = _products(operands, plan, scale=scale, needs_inverse=save)
+    products, inverse = _products(operands, plan, scale=scale, needs_L_inv=save)
     output = operands.empty_output()
     if operands.cu_seqlens is not None:
         output.zero_()  # rows of no document are left out
@@ -71,7 +71,7 @@ def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor
         return output, _walk_forward(operands, products, plan, maps, scale=scale, output=output), None
     states, corrected = _chunk_states(operands, plan), _empty_values(operands)
     final = _walk_forward(
-        operands, products, plan, maps, scale=scale, output=output, states=states, corrected=(inverse, corrected)
+        operands, products, plan, maps, scale=scale, output=output, states=states, pseudo_values=(inverse, corrected)
     )
     return output, final, _saved(operands, plan, products, states, corrected, maps)
 
@@ -94,30 +94,30 @@ def backward(
     else:
         states, maps = _chunk_states(operands, plan), _empty_maps(operands, plan)
         corrected = _empty_values(operands)
-        products, inverse = _products(operands, plan, scale=scale, needs_inverse=True)
-        _walk_forward(operands, products, plan, maps, scale=scale, states=states, corrected=(inverse, corrected))
+        products, inverse = _products(operands, plan, scale=scale, needs_L_inv=True)
+        _walk_forward(operands, products, plan, maps, scale=scale, states=states, pseudo_values=(inverse, corrected))
     grad_states = torch.empty_like(states)
-    residual = plan.partition.chunks.rows_like(corrected)
+    residual = plan.partition.chunks.array_like(corrected)
     d_initial = _walk_reverse(
         operands, products, plan, maps, grad_output, grad_final, scale=scale, output=residual, states=grad_states
     )
     tensors = (operands, grad_output, corrected, residual)
     config, at_borders = plan.config, (states, grad_states, plan.partition.chunks)
     if operands.decay is Decay.DIAGONAL:
-        grads = channel_row_gradients(
+        grads = channel_gradients(
             *(*tensors, *at_borders),
             scale=scale,
             tiles=config.channel_gradients,
-            pair_tiles=config.intra_chunk,
-            pair_registers=config.max_registers,
+            score_tiles=config.intra_chunk,
+            score_registers=config.max_registers,
         )
     else:
         grads = delta_gradients(
             *(*tensors, products.gate, *at_borders),
             scale=scale,
             tiles=config.gradients,
-            pair_tiles=config.intra_chunk,
-            pair_registers=config.max_registers,
+            score_tiles=config.intra_chunk,
+            score_registers=config.max_registers,
             needs_gate=needs_decay_grad and products.gate is not None,
         )
     return _gradients(grads if needs_decay_grad else grads._replace(gate=None), operands, d_initial)
@@ -161,23 +161,24 @@ def _empty_maps(operands: ScanOperands, plan: _Plan) -> Tensor:
 
 
 def _products(
-    operands: ScanOperands, plan: _Plan, *, scale: float, needs_inverse: bool
+    operands: ScanOperands, plan: _Plan, *, scale: float, needs_L_inv: bool
 ) -> tuple[_Products, Tensor | None]:
     """What the walks read, and T where it is asked for."""
     query, eraser, gate, channels = operands.q, _read_vectors(operands), None, None
     if operands.decay is Decay.DIAGONAL:
-        channels = channel_erasures(operands, plan.partition.chunks, scale=scale, tiles=plan.config.channel_scores)
-        query, eraser, gate = channels.query, channels.eraser, channels.total
+        channels = channel_scores(operands, plan.partition.chunks, scale=scale, tiles=plan.config.channel_scores)
+        assert channels.a_from_start is not None
+        query, eraser, gate = channels.q_from_start, channels.a_from_start, channels.total
     elif operands.log_decay is not None:
         gate = cumulative_gate(operands.log_decay, plan.partition.chunks, num_steps=operands.num_steps)
-    made = inverse_products(
+    transform = ut_transform(
         *(operands, channels, None if channels is not None else gate, plan.partition.chunks),
         scale=scale,
         tiles=plan.config.intra_chunk,
         max_registers=plan.config.max_registers,
-        needs_inverse=needs_inverse,
+        needs_L_inv=needs_L_inv,
     )
-    return _Products(query, eraser, gate, made.pairs, made.key), made.inverse
+    return _Products(query, eraser, gate, transform.scores, transform.key), transform.L_inv
 
 
 def _saved(
@@ -206,9 +207,9 @@ def _read_vectors(operands: ScanOperands) -> Tensor:
     return operands.b if operands.a is None else operands.a
 
 
-def _walk_inputs(operands: ScanOperands, products: _Products, scale: float) -> DeltaWalkInputs:
+def _walk_inputs(operands: ScanOperands, products: _Products, scale: float) -> DeltaScanInputs:
     is_diagonal = operands.decay is Decay.DIAGONAL
-    return DeltaWalkInputs(
+    return DeltaScanInputs(
         *(products.query, products.eraser, products.key, operands.v, products.pairs),
         None if is_diagonal else operands.erase_beta,
         *(operands.write, products.gate, operands.initial_state),
@@ -228,7 +229,7 @@ def _walk_forward(
     scale: float,
     output: Tensor | None = None,
     states: Tensor | None = None,
-    corrected: tuple[Tensor | None, Tensor] | None = None,
+    pseudo_values: tuple[Tensor | None, Tensor] | None = None,
 ) -> Tensor:
     """Walk every sequence, in segments where the plan says so, filling ``maps``; returns the final state."""
     inputs = _walk_inputs(operands, products, scale)
@@ -238,17 +239,21 @@ def _walk_forward(
     else:
         spans = plan.partition.segments
         updates = final.new_empty(spans.count, *final.shape[1:])
-        delta_walk(inputs._replace(initial=None), spans, tiles=plan.config.summary, final=updates, maps=maps)
+        delta_inter_chunk_scan(
+            inputs._replace(initial=None), spans, tiles=plan.config.summary, final=updates, maps=maps
+        )
         join_maps(operands.initial_state, updates, maps, final, spans, reverse=False)
         inputs = inputs._replace(initial=updates)
     if operands.blocks > 1:
         states = _chunk_states(operands, plan) if states is None else states
-        delta_walk(inputs, spans, tiles=plan.config.summary, states=states, final=end)
+        delta_inter_chunk_scan(inputs, spans, tiles=plan.config.summary, states=states, final=end)
         tiles = plan.config.outputs
-        delta_outputs(inputs, states, plan.partition.chunks, tiles=tiles, output=output, corrected=corrected)
+        delta_outputs(inputs, states, plan.partition.chunks, tiles=tiles, output=output, pseudo_values=pseudo_values)
     else:
         tiles = plan.config.scan if states is None else plan.config.saving
-        delta_walk(inputs, spans, tiles=tiles, output=output, states=states, final=end, corrected=corrected)
+        delta_inter_chunk_scan(
+            inputs, spans, tiles=tiles, output=output, states=states, final=end, pseudo_values=pseudo_values
+        )
     return final
 
 
@@ -265,7 +270,7 @@ def _walk_reverse(
     states: Tensor,
 ) -> Tensor:
     """dR and dS at the end of every chunk; returns the gradient of the initial state."""
-    inputs = _walk_inputs(operands, products, scale)._replace(value=grad_output, weight=None, initial=grad_final)
+    inputs = _walk_inputs(operands, products, scale)._replace(value=grad_output, write=None, initial=grad_final)
     d_initial, spans, end = operands.empty_state(), plan.partition.sequences, None
     if plan.partition.segments is None:
         end = d_initial
@@ -273,16 +278,18 @@ def _walk_reverse(
         spans = plan.partition.segments
         updates = d_initial.new_empty(spans.count, *d_initial.shape[1:])
         start = inputs._replace(initial=None)
-        delta_walk(start, spans, tiles=plan.config.reverse, final=updates, reverse=True)
+        delta_inter_chunk_scan(start, spans, tiles=plan.config.reverse, final=updates, reverse=True)
         join_maps(grad_final, updates, maps, d_initial, spans, reverse=True)
         inputs = inputs._replace(initial=updates)
-    delta_walk(inputs, spans, tiles=plan.config.reverse, output=output, states=states, final=end, reverse=True)
+    delta_inter_chunk_scan(
+        inputs, spans, tiles=plan.config.reverse, output=output, states=states, final=end, reverse=True
+    )
     return d_initial
 
 
-def _gradients(grads: RowGradients, operands: ScanOperands, d_initial: Tensor) -> Gradients:
+def _gradients(grads: HeadGradients, operands: ScanOperands, d_initial: Tensor) -> Gradients:
     """Sums over the heads that share a key, over the blocks that share a value, and over tiles of K."""
-    beta, gate = grads.rate, grads.gate
+    beta, gate = grads.erase_beta, grads.gate
     if beta is not None and operands.erase_beta is not None:
         beta = beta.sum(0).to(operands.erase_beta.dtype).view(operands.erase_beta.shape)
     if gate is not None and operands.log_decay is not None:
@@ -294,7 +301,7 @@ def _gradients(grads: RowGradients, operands: ScanOperands, d_initial: Tensor) -
         sum_groups(grads.b, operands.b.shape),
         sum_groups(grads.v, operands.v.shape),
         beta,
-        grads.weight,
+        grads.write,
         gate,
         d_initial,
     )

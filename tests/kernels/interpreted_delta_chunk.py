@@ -40,7 +40,7 @@ from statemix.harness import CATALOGUE, Sizes, check_transition  # noqa: E402
 from statemix.kernels import ScanOperands, chunk_kernels, delta_triton, launch_config  # noqa: E402
 from statemix.kernels.launch_config import DeltaConfig, Tiles  # noqa: E402
 from statemix.kernels.spans import batch_spans  # noqa: E402
-from statemix.kernels.triton.intra_chunk.ut_transform import inverse_products  # noqa: E402
+from statemix.kernels.triton.intra_chunk.ut_transform import ut_transform  # noqa: E402
 from statemix.kernels.triton.primitives.cumulative_gate import cumulative_gate  # noqa: E402
 from statemix.transitions import BlockDiagonal, Householder, Product, ScalarGate  # noqa: E402
 
@@ -458,12 +458,12 @@ def test_inverse(decay: str, size: int, reads_before_decay: bool) -> None:
 def expect_inverse(operands: ScanOperands, size: int) -> None:
     chunks, gate = batch_spans(1, operands.q.shape[1], size), operands.log_decay
     prepared = None if gate is None else cumulative_gate(gate, chunks)
-    made = inverse_products(
+    made = ut_transform(
         *(operands, None, prepared, chunks),
         scale=SCALE,
         tiles=Tiles(16, 4, 1),
         max_registers=None,
-        needs_inverse=True,
+        needs_L_inv=True,
     )
     assert made.inverse is not None and operands.erase_beta is not None
     if gate is None:
