@@ -161,9 +161,8 @@ def _plan(operands: ScanOperands) -> _Plan:
     (batch, seq_len, heads, value_dim), q = operands.v.shape, operands.q
     config = additive_config(device_arch(q.device), q.shape[-1], value_dim, q.dtype)
     programs = heads * ceil_div(value_dim, config.scan.block)
-    return _Plan(
-        config, partition(batch, seq_len, operands.cu_seqlens, programs, config.partition_rule), operands.decay
-    )
+    parts = partition(batch, seq_len, operands.cu_seqlens, programs, config.partition_rule)
+    return _Plan(config, parts, operands.decay)
 
 
 def _decayed(operands: ScanOperands, plan: _Plan, scale: float) -> _Decayed:
@@ -220,12 +219,9 @@ def _walk(
         final=updates,
         span_decay=decay,
     )
-    join_segments(
-        inputs.initial, updates, decay, final, plan.partition.segments, kind=plan.decay.value, reverse=reverse
-    )
-    step(
-        replace(inputs, initial=updates), plan.partition.segments, tiles=tiles, output=output, states=states, final=None
-    )
+    segments = plan.partition.segments
+    join_segments(inputs.initial, updates, decay, final, segments, kind=plan.decay.value, reverse=reverse)
+    step(replace(inputs, initial=updates), segments, tiles=tiles, output=output, states=states, final=None)
     return final
 
 
