@@ -209,13 +209,13 @@ def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_
 
 
 def expect_told(arch: Any, decay: str | None, variant: str, dims: tuple[int, int], seq_len: int) -> None:
-    from statemix.kernels import additive_triton, delta_triton
+    from statemix.kernels.triton import additive, delta
 
     def layout(tensors: Any) -> list[Any]:
         return [(x.shape, x.stride(), x.dtype) for x in tensors]
 
     given = draw(decay, dims=dims, seq_len=seq_len, dtype=torch.bfloat16, **VARIANTS[variant])
-    kernels, needs_decay_grad = delta_triton if given.erases else additive_triton, decay is not None
+    kernels, needs_decay_grad = delta if given.erases else additive, decay is not None
     with compile_for(arch), torch.no_grad():
         meta = detached(given).map(lambda x: x.to("meta"))
         with recording():

@@ -32,9 +32,9 @@ def inter_chunk_scan(
     *,
     chunk_size: int,
     tiles: Tiles,
-    output: Tensor | None,
-    states: Tensor | None,
-    final: Tensor | None,
+    output: Tensor | None = None,
+    states: Tensor | None = None,
+    final: Tensor | None = None,
     span_decay: Tensor | None = None,
     reverse: bool = False,
 ) -> None:

@@ -153,7 +153,7 @@ def delta_outputs(
         inputs: of the forward scan.
         states: [chunks, HV, K, V] that it left.
         chunks: in micro-steps.
-        pseudo_values: L^-1, and where U goes, as of ``delta_inter_chunk_scan``.
+        pseudo_values: L^-1, and where U goes, as of ``inter_chunk_scan``.
     """
     query, erase, _, value, scores, erase_beta, write, gate, *_ = inputs
     L_inv, u = (None, None) if pseudo_values is None else pseudo_values

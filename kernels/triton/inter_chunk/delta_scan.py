@@ -53,7 +53,7 @@ class DeltaScanInputs(NamedTuple):
         }
 
 
-def delta_inter_chunk_scan(
+def inter_chunk_scan(
     inputs: DeltaScanInputs,
     spans: Spans,
     *,

@@ -1,12 +1,13 @@
 """The additive family on a GPU: which kernels run, on which tensors, in which order. Equations stand with the kernels.
 
-    forward     [gate] -> [segments: walk from zero, join] -> walk
-    backward    [segments: reverse walk from zero, join] -> reverse walk -> gradients
+    forward     [gate] -> [segments: scan from zero, join] -> inter-chunk scan
+    backward    [segments: reverse scan from zero, join] -> reverse scan -> gradients
 
 ``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_scores`` for a diagonal one; no decay and a fixed one
-need none. A sequence is cut into segments where one walk a (head, block of V) would leave most of the device idle.
+need none. A sequence is partitioned into segments where one scan a (head, block of V) would leave most of the device
+idle.
 
-With nothing saved, backward makes the gate and walks forward once more. Neither validates nor knows autograd:
+With nothing saved, backward makes the gate and scans forward once more. Neither validates nor knows autograd:
 ``operators.py`` does. n writes a token are n tokens, of which the first alone decays and the last alone is read out.
 Shapes: B T HQ HK HV K V, N sequences, C chunk, n micro-steps a token.
 """
@@ -18,20 +19,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .launch_config import AdditiveConfig, Tiles, additive_config, check_same_tiles, device_arch
-from .normal_form import sum_groups
-from .operands import Decay, Gradients, Saved, ScanOperands
-from .spans import Partition, Spans, ceil_div, partition
-from .triton.backward.additive_gradients import additive_gradients
-from .triton.backward.channel_gradients import channel_gradients
-from .triton.inter_chunk.additive_scan import AdditiveScanInputs, inter_chunk_scan
-from .triton.inter_chunk.joins import join_segments
-from .triton.intra_chunk.channel_scores import channel_scores
-from .triton.primitives.cumulative_gate import cumulative_gate
+from statemix.kernels.launch_config import AdditiveConfig, Tiles, additive_config, check_same_tiles, device_arch
+from statemix.kernels.normal_form import sum_groups
+from statemix.kernels.operands import Decay, Gradients, Saved, ScanOperands
+from statemix.kernels.spans import Partition, Spans, ceil_div, partition
+
+from .backward.additive_gradients import additive_gradients
+from .backward.channel_gradients import channel_gradients
+from .inter_chunk.additive_scan import AdditiveScanInputs, inter_chunk_scan
+from .inter_chunk.joins import join_segments
+from .intra_chunk.channel_scores import channel_scores
+from .primitives.cumulative_gate import cumulative_gate
 
 
 class _Plan(NamedTuple):
-    """Tiles, how the tokens are cut, and the kind of decay."""
+    """Tiles, how the tokens are partitioned, and the kind of decay."""
 
     config: AdditiveConfig
     partition: Partition
@@ -39,19 +41,19 @@ class _Plan(NamedTuple):
 
 
 class _Decayed(NamedTuple):
-    """q and k with their decay, as the walk takes them: see ``additive_scan``."""
+    """q and k with their decay, as the scan takes them: see ``additive_scan``."""
 
     q: Tensor
     k: Tensor
     gate: Tensor | None
-    pairs: Tensor | None
+    scores: Tensor | None
 
     def forward(self, operands: ScanOperands, scale: float) -> AdditiveScanInputs:
-        rest = (operands.v, self.gate, self.pairs, operands.initial_state, operands.decay.value, scale)
-        return AdditiveScanInputs(self.q, self.k, *rest)
+        shared = (operands.v, self.gate, self.scores, operands.initial_state, operands.decay.value, scale)
+        return AdditiveScanInputs(self.q, self.k, *shared)
 
     def reverse(self, grad: Tensor, initial: Tensor | None, decay: Decay, scale: float) -> AdditiveScanInputs:
-        return AdditiveScanInputs(self.k, self.q, grad, self.gate, self.pairs, initial, decay.value, scale)
+        return AdditiveScanInputs(self.k, self.q, grad, self.gate, self.scores, initial, decay.value, scale)
 
 
 def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor, Tensor, Saved | None]:
@@ -59,7 +61,7 @@ def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor
 
     Args:
         operands: without erase pairs, of any strides; what is not contiguous is copied.
-        save: keep the state at every chunk's start; without, backward walks once more.
+        save: keep the state at every chunk's start; without, backward scans once more.
 
     Returns:
         output [B, T, HV, V] in the dtype of q, final_state [N, HV, V, K] float32, saved.
@@ -70,7 +72,7 @@ def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor
     decayed = _decayed(operands, plan, scale)
     output = plan.partition.chunks.array_like(operands.v)
     states = _chunk_states(operands, plan) if save else None
-    final = _walk(decayed.forward(operands, scale), plan, output=output, states=states)
+    final = _scan(decayed.forward(operands, scale), plan, output=output, states=states)
     if num_steps > 1:
         output = output[:, num_steps - 1 :: num_steps].contiguous()
     return output, final, None if states is None else _saved(states, decayed, plan)
@@ -96,11 +98,11 @@ def backward(
         states, decayed = saved.states, _saved_decayed(operands, saved, plan)
     else:
         states, decayed = _chunk_states(operands, plan), _decayed(operands, plan, scale)
-        _walk(decayed.forward(operands, scale), plan, output=None, states=states)
+        _scan(decayed.forward(operands, scale), plan, output=None, states=states)
     grad_states, dv = torch.empty_like(states), plan.partition.chunks.array_like(operands.v)
     reverse = decayed.reverse(grad_output, grad_final, plan.decay, scale)
-    d_initial = _walk(reverse, plan, output=dv, states=grad_states, reverse=True)
-    dq, dk, gate = _row_gradients(
+    d_initial = _scan(reverse, plan, output=dv, states=grad_states, reverse=True)
+    dq, dk, gate = _key_gradients(
         operands, grad_output, decayed.gate, states, grad_states, plan, scale=scale, needs_gate=needs_decay_grad
     )
     d_decay = _decay_gradient(gate if needs_decay_grad else None, operands.log_decay)
@@ -113,7 +115,7 @@ def backward(
     return Gradients(dq, None, dk, dv, None, None, d_decay, d_initial)
 
 
-def _row_gradients(
+def _key_gradients(
     operands: ScanOperands,
     grad_output: Tensor,
     gate: Tensor | None,
@@ -178,20 +180,20 @@ def _decayed(operands: ScanOperands, plan: _Plan, scale: float) -> _Decayed:
 def _saved(states: Tensor, decayed: _Decayed, plan: _Plan) -> Saved:
     """The states, and of ``decayed`` what is not an operand."""
     if plan.decay is Decay.DIAGONAL:
-        return Saved(states, pairs=decayed.pairs, query=decayed.q, key=decayed.k, gate=decayed.gate)
+        return Saved(states, scores=decayed.scores, query=decayed.q, key=decayed.k, gate=decayed.gate)
     return Saved(states, gate=decayed.gate if plan.decay is Decay.SCALAR else None)
 
 
 def _check_saved(saved: Saved, plan: _Plan) -> None:
-    """States are those of these chunks, and so are pairs."""
+    """States are those of these chunks, and so are scores."""
     chunk_size = plan.config.chunk_size
-    saved_size = chunk_size if saved.pairs is None else saved.pairs.shape[-1]
+    saved_size = chunk_size if saved.scores is None else saved.scores.shape[-1]
     check_same_tiles((saved.states.shape[0], saved_size), (plan.partition.chunks.count, chunk_size))
 
 
 def _saved_decayed(operands: ScanOperands, saved: Saved, plan: _Plan) -> _Decayed:
     q, k = operands.q if saved.query is None else saved.query, operands.b if saved.key is None else saved.key
-    return _Decayed(q, k, operands.log_decay if plan.decay is Decay.FIXED else saved.gate, saved.pairs)
+    return _Decayed(q, k, operands.log_decay if plan.decay is Decay.FIXED else saved.gate, saved.scores)
 
 
 def _chunk_states(operands: ScanOperands, plan: _Plan) -> Tensor:
@@ -199,29 +201,21 @@ def _chunk_states(operands: ScanOperands, plan: _Plan) -> Tensor:
     return operands.v.new_empty(plan.partition.chunks.count, heads, operands.q.shape[-1], value_dim)
 
 
-def _walk(
+def _scan(
     inputs: AdditiveScanInputs, plan: _Plan, *, output: Tensor | None, states: Tensor | None, reverse: bool = False
 ) -> Tensor:
-    """Walk every sequence, in segments where the plan says so; returns the state at the other end."""
-    final = _empty_states(inputs, plan.partition.sequences)
-    step = partial(inter_chunk_scan, chunk_size=plan.config.chunk_size, reverse=reverse)
-    tiles = _walk_tiles(plan, states, reverse=reverse)
-    if plan.partition.segments is None:
-        step(inputs, plan.partition.sequences, tiles=tiles, output=output, states=states, final=final)
+    """Scan every sequence, in segments where the plan says so; returns the state at the other end."""
+    final, segments = _empty_states(inputs, plan.partition.sequences), plan.partition.segments
+    scan = partial(inter_chunk_scan, chunk_size=plan.config.chunk_size, reverse=reverse)
+    tiles = _scan_tiles(plan, states, reverse=reverse)
+    if segments is None:
+        scan(inputs, plan.partition.sequences, tiles=tiles, output=output, states=states, final=final)
         return final
-    updates, decay = _empty_states(inputs, plan.partition.segments), _span_decay(inputs, plan.partition.segments)
-    step(
-        replace(inputs, initial=None),
-        plan.partition.segments,
-        tiles=plan.config.summary,
-        output=None,
-        states=None,
-        final=updates,
-        span_decay=decay,
-    )
-    segments = plan.partition.segments
+    updates, decay = _empty_states(inputs, segments), _span_decay(inputs, segments)
+    from_zero = replace(inputs, initial=None)
+    scan(from_zero, segments, tiles=plan.config.summary, final=updates, span_decay=decay)
     join_segments(inputs.initial, updates, decay, final, segments, kind=plan.decay.value, reverse=reverse)
-    step(replace(inputs, initial=updates), segments, tiles=tiles, output=output, states=states, final=None)
+    scan(replace(inputs, initial=updates), segments, tiles=tiles, output=output, states=states)
     return final
 
 
@@ -230,7 +224,7 @@ def _empty_states(inputs: AdditiveScanInputs, spans: Spans) -> Tensor:
     return inputs.value.new_empty(spans.count, heads, value_dim, inputs.writer.shape[-1], dtype=torch.float32)
 
 
-def _walk_tiles(plan: _Plan, states: Tensor | None, *, reverse: bool) -> Tiles:
+def _scan_tiles(plan: _Plan, states: Tensor | None, *, reverse: bool) -> Tiles:
     config = plan.config
     if plan.decay is Decay.DIAGONAL:
         return config.channel_scan

@@ -1,52 +1,54 @@
 """The delta family on a GPU: which kernels run, on which tensors, in which order. Equations stand with the kernels.
 
-    forward     [gate] -> inverse -> products -> [segments: their maps, join] -> walk [-> outputs]
-    backward    [segments: reverse walk from zero, join] -> reverse walk -> gradients
+    forward     [gate] -> UT transform -> [segments: their maps, join] -> inter-chunk scan [-> outputs]
+    backward    [segments: reverse scan from zero, join] -> reverse scan -> gradients
 
-``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_scores`` for a diagonal one. A sequence is cut into
-segments where one walk a (head, block of V) would leave most of the device idle. Where heads have several blocks the
-walk makes states only, and outputs are made from them for all chunks at once, summed over the blocks; states of all
+``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_scores`` for a diagonal one. A sequence is partitioned
+into segments where one scan a (head, block of V) would leave most of the device idle. Where heads have several blocks
+the scan makes states only, and outputs are made from them for all chunks at once, summed over the blocks; states of all
 chunks are there for a while then, also without gradients.
 
-With nothing saved, backward makes the products and walks forward once more. Forward and backward neither validate nor
-know autograd: ``operators.py`` does. Bytes a row and head, uncut, 16-bit, K = V = 128, a = b, no decay: forward moves
-512 + 1152 + 1408 in its three kernels, three times q, k, v and o.
-Shapes: B T HQ HA HB HO HV K V, n micro-steps a token, R = T n rows, N sequences, C chunk.
+With nothing saved, backward makes the UT transform and scans forward once more. Forward and backward neither validate
+nor know autograd: ``operators.py`` does. Bytes a micro-step and head, whole sequences, 16-bit, K = V = 128, a = b, no
+decay: forward moves 512 + 1152 + 1408 in its three kernels, three times q, k, v and o.
+Shapes: B T HQ HA HB HO HV K V, n micro-steps a token, N sequences, C chunk.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .launch_config import DeltaConfig, check_same_tiles, delta_config, device_arch
-from .normal_form import sum_groups
-from .operands import Decay, Gradients, Saved, ScanOperands
-from .spans import Partition, ceil_div, partition
-from .triton.backward.channel_gradients import channel_gradients
-from .triton.backward.delta_gradients import HeadGradients, delta_gradients
-from .triton.inter_chunk.delta_outputs import delta_outputs
-from .triton.inter_chunk.delta_scan import DeltaScanInputs, delta_inter_chunk_scan
-from .triton.inter_chunk.joins import join_maps
-from .triton.intra_chunk.channel_scores import channel_scores
-from .triton.intra_chunk.ut_transform import ut_transform
-from .triton.primitives.cumulative_gate import cumulative_gate
+from statemix.kernels.launch_config import DeltaConfig, Tiles, check_same_tiles, delta_config, device_arch
+from statemix.kernels.normal_form import sum_groups
+from statemix.kernels.operands import Decay, Gradients, Saved, ScanOperands
+from statemix.kernels.spans import Partition, Spans, ceil_div, partition
+
+from .backward.channel_gradients import channel_gradients
+from .backward.delta_gradients import HeadGradients, delta_gradients
+from .inter_chunk.delta_outputs import delta_outputs
+from .inter_chunk.delta_scan import DeltaScanInputs, inter_chunk_scan
+from .inter_chunk.joins import join_maps
+from .intra_chunk.channel_scores import channel_scores
+from .intra_chunk.ut_transform import ut_transform
+from .primitives.cumulative_gate import cumulative_gate
 
 
 class _Plan(NamedTuple):
-    """Tiles, and how the rows are cut."""
+    """Tiles, and how the micro-steps are partitioned."""
 
     config: DeltaConfig
     partition: Partition
 
 
 class _Products(NamedTuple):
-    """What the walks read besides values; ``gate``, ``pairs``, ``key`` as in ``delta_scan``."""
+    """What the scans read besides values, from the UT transform; ``gate``, ``scores``, ``key`` as in ``delta_scan``."""
 
     query: Tensor
-    eraser: Tensor
+    erase: Tensor
     gate: Tensor | None
-    pairs: Tensor
+    scores: Tensor
     key: Tensor
 
 
@@ -55,25 +57,25 @@ def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor
 
     Args:
         operands: of any strides; what is not contiguous is copied.
-        save: keep products, corrected values and the state at every chunk's start; without, backward makes them again.
+        save: keep the UT transform, U and the state at every chunk's start; without, backward makes them again.
 
     Returns:
         output [B, T, HO, V] in the dtype of q, final_state [N, HV, V, K] float32, saved.
     """
     operands = operands.contiguous()
     plan = _plan(operands)
-    products, inverse = _products(operands, plan, scale=scale, needs_L_inv=save)
+    products, L_inv = _products(operands, plan, scale=scale, needs_L_inv=save)
     output = operands.empty_output()
     if operands.cu_seqlens is not None:
-        output.zero_()  # rows of no document are left out
+        output.zero_()  # tokens of no document are left out
     maps = _empty_maps(operands, plan)
     if not save:
-        return output, _walk_forward(operands, products, plan, maps, scale=scale, output=output), None
-    states, corrected = _chunk_states(operands, plan), _empty_values(operands)
-    final = _walk_forward(
-        operands, products, plan, maps, scale=scale, output=output, states=states, pseudo_values=(inverse, corrected)
+        return output, _scan_forward(operands, products, plan, maps, scale=scale, output=output), None
+    states, u = _chunk_states(operands, plan), _empty_values(operands)
+    final = _scan_forward(
+        operands, products, plan, maps, scale=scale, output=output, states=states, pseudo_values=(L_inv, u)
     )
-    return output, final, _saved(operands, plan, products, states, corrected, maps)
+    return output, final, _saved(operands, plan, products, states, u, maps)
 
 
 def backward(
@@ -90,18 +92,18 @@ def backward(
     grad_final = None if grad_final is None else grad_final.contiguous()
     plan = _plan(operands)
     if saved is not None:
-        states, corrected, maps, products = _products_of(saved, operands, plan)
+        states, u, maps, products = _products_of(saved, operands, plan)
     else:
         states, maps = _chunk_states(operands, plan), _empty_maps(operands, plan)
-        corrected = _empty_values(operands)
-        products, inverse = _products(operands, plan, scale=scale, needs_L_inv=True)
-        _walk_forward(operands, products, plan, maps, scale=scale, states=states, pseudo_values=(inverse, corrected))
+        u = _empty_values(operands)
+        products, L_inv = _products(operands, plan, scale=scale, needs_L_inv=True)
+        _scan_forward(operands, products, plan, maps, scale=scale, states=states, pseudo_values=(L_inv, u))
     grad_states = torch.empty_like(states)
-    residual = plan.partition.chunks.array_like(corrected)
-    d_initial = _walk_reverse(
-        operands, products, plan, maps, grad_output, grad_final, scale=scale, output=residual, states=grad_states
+    dR = plan.partition.chunks.array_like(u)
+    d_initial = _scan_reverse(
+        operands, products, plan, maps, grad_output, grad_final, scale=scale, output=dR, states=grad_states
     )
-    tensors = (operands, grad_output, corrected, residual)
+    tensors = (operands, grad_output, u, dR)
     config, at_borders = plan.config, (states, grad_states, plan.partition.chunks)
     if operands.decay is Decay.DIAGONAL:
         grads = channel_gradients(
@@ -138,7 +140,7 @@ def _plan(operands: ScanOperands) -> _Plan:
 
 
 def _segments(plan: _Plan) -> tuple[int, int]:
-    """Their number and the rows of one; 0 and 0 where sequences stay whole."""
+    """Their number and the micro-steps of one; 0 and 0 where sequences stay whole."""
     segments = plan.partition.segments
     return (0, 0) if segments is None else (segments.count, segments.length)
 
@@ -149,7 +151,7 @@ def _chunk_states(operands: ScanOperands, plan: _Plan) -> Tensor:
 
 
 def _empty_values(operands: ScanOperands) -> Tensor:
-    """[B, R, HV, V], unwritten."""
+    """[B, T n, HV, V], unwritten."""
     batch, rows, _, value_dim = operands.v.shape
     return operands.v.new_empty(batch, rows, operands.num_heads, value_dim)
 
@@ -163,12 +165,12 @@ def _empty_maps(operands: ScanOperands, plan: _Plan) -> Tensor:
 def _products(
     operands: ScanOperands, plan: _Plan, *, scale: float, needs_L_inv: bool
 ) -> tuple[_Products, Tensor | None]:
-    """What the walks read, and T where it is asked for."""
-    query, eraser, gate, channels = operands.q, _read_vectors(operands), None, None
+    """What the scans read, and L^-1 where it is asked for."""
+    query, erase, gate, channels = operands.q, _erase_directions(operands), None, None
     if operands.decay is Decay.DIAGONAL:
         channels = channel_scores(operands, plan.partition.chunks, scale=scale, tiles=plan.config.channel_scores)
         assert channels.a_from_start is not None
-        query, eraser, gate = channels.q_from_start, channels.a_from_start, channels.total
+        query, erase, gate = channels.q_from_start, channels.a_from_start, channels.total
     elif operands.log_decay is not None:
         gate = cumulative_gate(operands.log_decay, plan.partition.chunks, num_steps=operands.num_steps)
     transform = ut_transform(
@@ -178,39 +180,37 @@ def _products(
         max_registers=plan.config.max_registers,
         needs_L_inv=needs_L_inv,
     )
-    return _Products(query, eraser, gate, transform.scores, transform.key), transform.L_inv
+    return _Products(query, erase, gate, transform.scores, transform.key), transform.L_inv
 
 
-def _saved(
-    operands: ScanOperands, plan: _Plan, products: _Products, states: Tensor, corrected: Tensor, maps: Tensor
-) -> Saved:
+def _saved(operands: ScanOperands, plan: _Plan, products: _Products, states: Tensor, u: Tensor, maps: Tensor) -> Saved:
     """Of ``products`` what is not an operand."""
-    own = {"query": products.query, "eraser": products.eraser} if operands.decay is Decay.DIAGONAL else {}
-    rest = {"pairs": products.pairs, "key": products.key, "gate": products.gate}
-    return Saved(states, corrected, maps, segment_length=_segments(plan)[1], **own, **rest)
+    decayed = {"query": products.query, "erase": products.erase} if operands.decay is Decay.DIAGONAL else {}
+    shared = {"scores": products.scores, "key": products.key, "gate": products.gate}
+    return Saved(states, u, maps, segment_length=_segments(plan)[1], **decayed, **shared)
 
 
 def _products_of(saved: Saved, operands: ScanOperands, plan: _Plan) -> tuple[Tensor, Tensor, Tensor, _Products]:
-    """States, corrected values, maps and products that a forward pass saved for this plan."""
-    states, corrected, maps, pairs, query, eraser, key, gate, length = saved
-    assert corrected is not None and maps is not None and pairs is not None and key is not None
+    """States, pseudo-values, maps and products that a forward pass saved for this plan."""
+    states, u, maps, scores, query, erase, key, gate, length = saved
+    assert u is not None and maps is not None and scores is not None and key is not None
     check_same_tiles(
-        (states.shape[0], pairs.shape[-1], maps.shape[0], length),
+        (states.shape[0], scores.shape[-1], maps.shape[0], length),
         (plan.partition.chunks.count, plan.config.chunk_size, *_segments(plan)),
     )
     query = operands.q if query is None else query
-    eraser = _read_vectors(operands) if eraser is None else eraser
-    return states, corrected, maps, _Products(query, eraser, gate, pairs, key)
+    erase = _erase_directions(operands) if erase is None else erase
+    return states, u, maps, _Products(query, erase, gate, scores, key)
 
 
-def _read_vectors(operands: ScanOperands) -> Tensor:
+def _erase_directions(operands: ScanOperands) -> Tensor:
     return operands.b if operands.a is None else operands.a
 
 
-def _walk_inputs(operands: ScanOperands, products: _Products, scale: float) -> DeltaScanInputs:
+def _scan_inputs(operands: ScanOperands, products: _Products, scale: float) -> DeltaScanInputs:
     is_diagonal = operands.decay is Decay.DIAGONAL
     return DeltaScanInputs(
-        *(products.query, products.eraser, products.key, operands.v, products.pairs),
+        *(products.query, products.erase, products.key, operands.v, products.scores),
         None if is_diagonal else operands.erase_beta,
         *(operands.write, products.gate, operands.initial_state),
         operands.decay.value,
@@ -220,7 +220,7 @@ def _walk_inputs(operands: ScanOperands, products: _Products, scale: float) -> D
     )
 
 
-def _walk_forward(
+def _scan_forward(
     operands: ScanOperands,
     products: _Products,
     plan: _Plan,
@@ -231,33 +231,20 @@ def _walk_forward(
     states: Tensor | None = None,
     pseudo_values: tuple[Tensor | None, Tensor] | None = None,
 ) -> Tensor:
-    """Walk every sequence, in segments where the plan says so, filling ``maps``; returns the final state."""
-    inputs = _walk_inputs(operands, products, scale)
-    final, spans, end = operands.empty_state(), plan.partition.sequences, None
-    if plan.partition.segments is None:
-        end = final
-    else:
-        spans = plan.partition.segments
-        updates = final.new_empty(spans.count, *final.shape[1:])
-        delta_inter_chunk_scan(
-            inputs._replace(initial=None), spans, tiles=plan.config.summary, final=updates, maps=maps
-        )
-        join_maps(operands.initial_state, updates, maps, final, spans, reverse=False)
-        inputs = inputs._replace(initial=updates)
+    """Scan every sequence, in segments where the plan says so, filling ``maps``; returns the final state."""
+    config, chunks, final = plan.config, plan.partition.chunks, operands.empty_state()
+    inputs, spans, end = _joined(_scan_inputs(operands, products, scale), plan, final, maps, config.summary)
     if operands.blocks > 1:
         states = _chunk_states(operands, plan) if states is None else states
-        delta_inter_chunk_scan(inputs, spans, tiles=plan.config.summary, states=states, final=end)
-        tiles = plan.config.outputs
-        delta_outputs(inputs, states, plan.partition.chunks, tiles=tiles, output=output, pseudo_values=pseudo_values)
+        inter_chunk_scan(inputs, spans, tiles=config.summary, states=states, final=end)
+        delta_outputs(inputs, states, chunks, tiles=config.outputs, output=output, pseudo_values=pseudo_values)
     else:
-        tiles = plan.config.scan if states is None else plan.config.saving
-        delta_inter_chunk_scan(
-            inputs, spans, tiles=tiles, output=output, states=states, final=end, pseudo_values=pseudo_values
-        )
+        scan = partial(inter_chunk_scan, tiles=config.scan if states is None else config.saving)
+        scan(inputs, spans, output=output, states=states, final=end, pseudo_values=pseudo_values)
     return final
 
 
-def _walk_reverse(
+def _scan_reverse(
     operands: ScanOperands,
     products: _Products,
     plan: _Plan,
@@ -270,21 +257,28 @@ def _walk_reverse(
     states: Tensor,
 ) -> Tensor:
     """dR and dS at the end of every chunk; returns the gradient of the initial state."""
-    inputs = _walk_inputs(operands, products, scale)._replace(value=grad_output, write=None, initial=grad_final)
-    d_initial, spans, end = operands.empty_state(), plan.partition.sequences, None
-    if plan.partition.segments is None:
-        end = d_initial
-    else:
-        spans = plan.partition.segments
-        updates = d_initial.new_empty(spans.count, *d_initial.shape[1:])
-        start = inputs._replace(initial=None)
-        delta_inter_chunk_scan(start, spans, tiles=plan.config.reverse, final=updates, reverse=True)
-        join_maps(grad_final, updates, maps, d_initial, spans, reverse=True)
-        inputs = inputs._replace(initial=updates)
-    delta_inter_chunk_scan(
-        inputs, spans, tiles=plan.config.reverse, output=output, states=states, final=end, reverse=True
-    )
+    inputs = _scan_inputs(operands, products, scale)._replace(value=grad_output, write=None, initial=grad_final)
+    tiles, d_initial = plan.config.reverse, operands.empty_state()
+    inputs, spans, end = _joined(inputs, plan, d_initial, maps, tiles, reverse=True)
+    inter_chunk_scan(inputs, spans, tiles=tiles, output=output, states=states, final=end, reverse=True)
     return d_initial
+
+
+def _joined(
+    inputs: DeltaScanInputs, plan: _Plan, final: Tensor, maps: Tensor, tiles: Tiles, *, reverse: bool = False
+) -> tuple[DeltaScanInputs, Spans, Tensor | None]:
+    """Inputs and spans of the scan, and where its end goes: whole sequences, or segments from their true starts.
+
+    Segments are scanned from zero for that, and joined, which fills ``final``; forward fills ``maps`` too.
+    """
+    segments = plan.partition.segments
+    if segments is None:
+        return inputs, plan.partition.sequences, final
+    updates, from_zero = final.new_empty(segments.count, *final.shape[1:]), inputs._replace(initial=None)
+    filled = None if reverse else maps
+    inter_chunk_scan(from_zero, segments, tiles=tiles, final=updates, maps=filled, reverse=reverse)
+    join_maps(inputs.initial, updates, maps, final, segments, reverse=reverse)
+    return inputs._replace(initial=updates), segments, None
 
 
 def _gradients(grads: HeadGradients, operands: ScanOperands, d_initial: Tensor) -> Gradients:
