@@ -117,7 +117,7 @@ relative to the norm. Every case runs twice, with equal bits, in memory full of 
 
 WHAT_EQUAL_KEYS_DO = f"""\
 Where every key of a sequence is the same, outputs and states keep the limits above. Gradients in 16 bits do not:
-corrected values then alternate in sign and cancel in what they are summed into, and each is kept in 16 bits. They are
+pseudo-values then alternate in sign and cancel in what they are summed into, and each is kept in 16 bits. They are
 held to {LIMIT_UNDER_EQUAL_KEYS} there, and the largest error of a gradient in the table is such a one: of a scalar gate
 where beta is 2. In float32 nothing of this shows."""
 
