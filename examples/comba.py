@@ -44,8 +44,5 @@ class Comba(Transition):
         return self.log_decay.exp()[..., None, None] * state - erased
 
     def lower(self) -> NormalForm:
-        return self.lower_factored().multiplied()
-
-    def lower_factored(self) -> NormalForm:
-        rate = self.feedback * self.beta
-        return NormalForm(self.log_decay, erase=(self.key, self.key), reads_before_decay=True, rate=rate)
+        beta = self.feedback * self.beta
+        return NormalForm(self.log_decay, erase=(self.key, self.key), reads_before_decay=True, erase_beta=beta)

@@ -77,11 +77,8 @@ class UndecayedDelta(Transition):
         return _erase(state * self.log_decay.exp()[..., None, None], removed, self.key)
 
     def lower(self) -> NormalForm:
-        return self.lower_factored().multiplied()
-
-    def lower_factored(self) -> NormalForm:
-        rate = self.feedback * self.beta
-        return NormalForm(self.log_decay, erase=(self.key, self.key), reads_before_decay=True, rate=rate)
+        beta = self.feedback * self.beta
+        return NormalForm(self.log_decay, erase=(self.key, self.key), reads_before_decay=True, erase_beta=beta)
 
 
 def _read(state: Tensor, along: Tensor) -> Tensor:

@@ -1,36 +1,33 @@
 """Tensors in, tensors out: the normal form of a transition and the forms that run it."""
 
-from .additive_op import additive_scan, recurrent_scan
-from .additive_rows import AdditiveRows, additive_rows
 from .availability import device_obstacle, size_obstacle
+from .backends import backend_named, register_backend, unregister_backend
 from .chunk import chunk_scan
-from .delta_op import delta_recurrent_scan, delta_scan
-from .delta_operands import DeltaOperands
-from .delta_rows import delta_rows
-from .normal_form import MicroSteps, NormalForm, expand_heads, merge_write, num_micro_steps
-from .scan_operators import needs_gradient
+from .normal_form import NormalForm, expand_heads, has_equal_values, is_same, num_micro_steps
+from .operands import Gradients, ScanOperands, scan_operands
+from .operators import chunk_kernels, needs_gradient, recurrent_kernels
 from .segment import Segment, merge
 from .tuning_file import tuned
 
 __all__ = [
-    "AdditiveRows",
-    "DeltaOperands",
-    "MicroSteps",
+    "Gradients",
     "NormalForm",
+    "ScanOperands",
     "Segment",
-    "additive_rows",
-    "additive_scan",
+    "backend_named",
+    "chunk_kernels",
     "chunk_scan",
-    "delta_recurrent_scan",
-    "delta_rows",
-    "delta_scan",
     "device_obstacle",
     "expand_heads",
+    "has_equal_values",
+    "is_same",
     "merge",
-    "merge_write",
     "needs_gradient",
     "num_micro_steps",
-    "recurrent_scan",
+    "recurrent_kernels",
+    "register_backend",
+    "scan_operands",
     "size_obstacle",
     "tuned",
+    "unregister_backend",
 ]

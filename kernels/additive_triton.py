@@ -7,7 +7,8 @@
 need none. A sequence is cut into segments where one walk a (head, block of V) would leave most of the device idle.
 
 With nothing saved, backward makes the gate and walks forward once more. Neither validates nor knows autograd:
-``additive_op.py`` does. Shapes: B T HQ HK HV K V, N sequences, C chunk.
+``operators.py`` does. n writes a token are n tokens, of which the first alone decays and the last alone is read out.
+Shapes: B T HQ HK HV K V, N sequences, C chunk, n micro-steps a token.
 """
 
 from dataclasses import replace
@@ -17,15 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .additive_operands import AdditiveOperands
-from .channel_gradients_triton import ChannelGradients, channel_gradients
+from .channel_gradients_triton import channel_gradients
 from .channel_pairs_triton import channel_pairs
 from .gate_triton import cumulative_gate
-from .gradients_triton import Gradients, gradients
+from .gradients_triton import gradients
 from .launch_config import AdditiveConfig, Tiles, additive_config, check_same_tiles, device_family
 from .normal_form import sum_groups
+from .operands import Decay, Gradients, Saved, ScanOperands
 from .spans import Cut, Spans, ceil_div, cut_rows
-from .tile_triton import DIAGONAL, NO_DECAY, SCALAR, decay_kind
 from .walk_triton import WalkInputs, join_segments, walk
 
 
@@ -34,7 +34,7 @@ class _Plan(NamedTuple):
 
     config: AdditiveConfig
     cut: Cut
-    decay: int
+    decay: Decay
 
 
 class _Decayed(NamedTuple):
@@ -45,125 +45,157 @@ class _Decayed(NamedTuple):
     gate: Tensor | None
     pairs: Tensor | None
 
-    def forward(self, v: Tensor, initial: Tensor | None, decay: int, scale: float) -> WalkInputs:
-        return WalkInputs(self.q, self.k, v, self.gate, self.pairs, initial, decay, scale)
+    def forward(self, operands: ScanOperands, scale: float) -> WalkInputs:
+        rest = (operands.v, self.gate, self.pairs, operands.initial_state, operands.decay.value, scale)
+        return WalkInputs(self.q, self.k, *rest)
 
-    def reverse(self, grad: Tensor, initial: Tensor | None, decay: int, scale: float) -> WalkInputs:
-        return WalkInputs(self.k, self.q, grad, self.gate, self.pairs, initial, decay, scale)
+    def reverse(self, grad: Tensor, initial: Tensor | None, decay: Decay, scale: float) -> WalkInputs:
+        return WalkInputs(self.k, self.q, grad, self.gate, self.pairs, initial, decay.value, scale)
 
 
-def additive_forward(operands: AdditiveOperands, *, scale: float, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output, final state, and what backward needs besides the inputs.
+def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor, Tensor, Saved | None]:
+    """Output, final state, and what backward needs besides the operands.
 
     Args:
-        operands: of any strides; what is not contiguous is copied.
+        operands: without erase pairs, of any strides; what is not contiguous is copied.
         save: keep the state at every chunk's start; without, backward walks once more.
 
     Returns:
         output [B, T, HV, V] in the dtype of q, final_state [N, HV, V, K] float32, saved.
     """
-    operands = operands.contiguous()
+    num_steps = operands.num_steps
+    operands = _one_step_a_token(operands, num_steps).contiguous()
     plan = _plan(operands)
     decayed = _decayed(operands, plan, scale)
     output = plan.cut.chunks.rows_like(operands.v)
     states = _chunk_states(operands, plan) if save else None
-    inputs = decayed.forward(operands.v, operands.initial_state, plan.decay, scale)
-    final = _walk(inputs, plan, output=output, states=states)
-    return output, final, [] if states is None else [states, *_own_tensors(decayed, plan)]
+    final = _walk(decayed.forward(operands, scale), plan, output=output, states=states)
+    if num_steps > 1:
+        output = output[:, num_steps - 1 :: num_steps].contiguous()
+    return output, final, None if states is None else _saved(states, decayed, plan)
 
 
-def additive_backward(
+def backward(
     grad_output: Tensor,
     grad_final: Tensor | None,
-    operands: AdditiveOperands,
-    saved: list[Tensor],
+    operands: ScanOperands,
+    saved: Saved | None,
     *,
     scale: float,
     needs_decay_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """Gradients of q, k, v, log_decay (None unless wanted) and the initial state; arguments as ``additive_forward``."""
-    operands, grad_output = operands.contiguous(), grad_output.contiguous()
+) -> Gradients:
+    """Gradients of every operand, that of log_decay where it is asked for; arguments as ``forward``."""
+    by_token, num_steps = operands, operands.num_steps
+    operands = _one_step_a_token(by_token, num_steps).contiguous()
+    grad_output = _at_step(grad_output, -1, num_steps).contiguous()
     grad_final = None if grad_final is None else grad_final.contiguous()
     plan = _plan(operands)
-    if saved:
+    if saved is not None:
         _check_saved(saved, plan)
-        states, decayed = saved[0], _saved_decayed(operands, saved[1:], plan)
+        states, decayed = saved.states, _saved_decayed(operands, saved, plan)
     else:
         states, decayed = _chunk_states(operands, plan), _decayed(operands, plan, scale)
-        inputs = decayed.forward(operands.v, operands.initial_state, plan.decay, scale)
-        _walk(inputs, plan, output=None, states=states)
+        _walk(decayed.forward(operands, scale), plan, output=None, states=states)
     grad_states, dv = torch.empty_like(states), plan.cut.chunks.rows_like(operands.v)
     reverse = decayed.reverse(grad_output, grad_final, plan.decay, scale)
     d_initial = _walk(reverse, plan, output=dv, states=grad_states, reverse=True)
-    grads: ChannelGradients | Gradients
-    if operands.log_decay is not None and plan.decay == DIAGONAL.value:
-        tiles, given = plan.config.channel_gradients, operands[:3]
-        grads = channel_gradients(
-            *given, operands.log_decay, grad_output, states, grad_states, plan.cut.chunks, scale=scale, tiles=tiles
-        )
-    else:
-        grads = gradients(
-            operands,
-            grad_output,
-            decayed.gate,
-            states,
-            grad_states,
-            plan.cut.chunks,
-            scale=scale,
-            tiles=plan.config.gradients,
-            needs_gate=needs_decay_grad,
-        )
-    dq, dk = sum_groups(grads.q, operands.q.shape), sum_groups(grads.k, operands.k.shape)
-    gate = grads.gate if needs_decay_grad else None
-    return dq, dk, dv, _decay_gradient(gate, operands.log_decay), d_initial
-
-
-def _plan(operands: AdditiveOperands) -> _Plan:
-    q, _, v, log_decay, _, cu_seqlens = operands
-    batch, seq_len, heads, value_dim = v.shape
-    config = additive_config(device_family(q.device), q.shape[-1], value_dim, q.dtype)
-    cut = cut_rows(
-        batch,
-        seq_len,
-        cu_seqlens,
-        heads * ceil_div(value_dim, config.walk.block),
-        config.cut_rule,
+    dq, dk, gate = _row_gradients(
+        operands, grad_output, decayed.gate, states, grad_states, plan, scale=scale, needs_gate=needs_decay_grad
     )
-    return _Plan(config, cut, decay_kind(log_decay))
+    d_decay = _decay_gradient(gate if needs_decay_grad else None, operands.log_decay)
+    if num_steps > 1:
+        dq = dq[:, num_steps - 1 :: num_steps]
+        d_decay = None if d_decay is None else d_decay[:, ::num_steps]
+    if by_token.log_decay is not None and d_decay is not None:
+        d_decay = d_decay.to(by_token.log_decay.dtype).contiguous()
+    dq, dk = sum_groups(dq, by_token.q.shape), sum_groups(dk, by_token.b.shape)
+    return Gradients(dq, None, dk, dv, None, None, d_decay, d_initial)
 
 
-def _decayed(operands: AdditiveOperands, plan: _Plan, scale: float) -> _Decayed:
-    q, k, _, log_decay, *_ = operands
-    if log_decay is not None and plan.decay == SCALAR.value:
+def _row_gradients(
+    operands: ScanOperands,
+    grad_output: Tensor,
+    gate: Tensor | None,
+    states: Tensor,
+    grad_states: Tensor,
+    plan: _Plan,
+    *,
+    scale: float,
+    needs_gate: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of every query and key, one a value head, and of the gate."""
+    chunks, config = plan.cut.chunks, plan.config
+    if plan.decay is Decay.DIAGONAL:
+        grads = channel_gradients(
+            operands, grad_output, states, grad_states, chunks, scale=scale, tiles=config.channel_gradients
+        )
+        return grads.q, grads.b, grads.gate
+    others = gradients(
+        *(operands, grad_output, gate, states, grad_states, chunks),
+        scale=scale,
+        tiles=config.gradients,
+        needs_gate=needs_gate,
+    )
+    return others.q, others.k, others.gate
+
+
+def _one_step_a_token(operands: ScanOperands, num_steps: int) -> ScanOperands:
+    """n writes a token as n tokens."""
+    if num_steps == 1:
+        return operands
+    log_decay = operands.log_decay
+    q = operands.q.unsqueeze(2).expand(-1, -1, num_steps, -1, -1).flatten(1, 2)
+    log_decay = None if log_decay is None else _at_step(log_decay, 0, num_steps)
+    cu_seqlens = None if operands.cu_seqlens is None else operands.cu_seqlens * num_steps
+    return operands._replace(q=q, log_decay=log_decay, cu_seqlens=cu_seqlens)
+
+
+def _at_step(x: Tensor, step: int, num_steps: int) -> Tensor:
+    """x [B, T, ...] as one step of every token, [B, T n, ...], zero at the others."""
+    if num_steps == 1:
+        return x
+    spread = x.new_zeros(*x.shape[:2], num_steps, *x.shape[2:])
+    spread[:, :, step] = x
+    return spread.flatten(1, 2)
+
+
+def _plan(operands: ScanOperands) -> _Plan:
+    (batch, seq_len, heads, value_dim), q = operands.v.shape, operands.q
+    config = additive_config(device_family(q.device), q.shape[-1], value_dim, q.dtype)
+    programs = heads * ceil_div(value_dim, config.walk.block)
+    return _Plan(config, cut_rows(batch, seq_len, operands.cu_seqlens, programs, config.cut_rule), operands.decay)
+
+
+def _decayed(operands: ScanOperands, plan: _Plan, scale: float) -> _Decayed:
+    q, k, log_decay = operands.q, operands.b, operands.log_decay
+    if log_decay is not None and plan.decay is Decay.SCALAR:
         return _Decayed(q, k, cumulative_gate(log_decay, plan.cut.chunks), None)
-    if log_decay is not None and plan.decay == DIAGONAL.value:
-        made = channel_pairs(q, k, log_decay, plan.cut.chunks, scale=scale, tiles=plan.config.channel_pairs)
-        return _Decayed(made.reach, made.rest, made.total, made.pairs)
+    if log_decay is not None and plan.decay is Decay.DIAGONAL:
+        decayed = channel_pairs(q, k, log_decay, plan.cut.chunks, scale=scale, tiles=plan.config.channel_pairs)
+        return _Decayed(decayed.reach, decayed.rest, decayed.total, decayed.pairs)
     return _Decayed(q, k, log_decay, None)
 
 
-def _own_tensors(decayed: _Decayed, plan: _Plan) -> list[Tensor]:
-    """The tensors of ``decayed`` that are not inputs."""
-    own = {SCALAR.value: (decayed.gate,), DIAGONAL.value: (decayed.q, decayed.k, decayed.gate, decayed.pairs)}
-    return [x for x in own.get(plan.decay, ()) if x is not None]
+def _saved(states: Tensor, decayed: _Decayed, plan: _Plan) -> Saved:
+    """The states, and of ``decayed`` what is not an operand."""
+    if plan.decay is Decay.DIAGONAL:
+        return Saved(states, pairs=decayed.pairs, query=decayed.q, key=decayed.k, gate=decayed.gate)
+    return Saved(states, gate=decayed.gate if plan.decay is Decay.SCALAR else None)
 
 
-def _check_saved(saved: list[Tensor], plan: _Plan) -> None:
+def _check_saved(saved: Saved, plan: _Plan) -> None:
     """States are those of these chunks, and so are pairs."""
     chunk_size = plan.config.chunk_size
-    saved_size = saved[-1].shape[-1] if plan.decay == DIAGONAL.value else chunk_size
-    check_same_tiles((saved[0].shape[0], saved_size), (plan.cut.chunks.count, chunk_size))
+    saved_size = chunk_size if saved.pairs is None else saved.pairs.shape[-1]
+    check_same_tiles((saved.states.shape[0], saved_size), (plan.cut.chunks.count, chunk_size))
 
 
-def _saved_decayed(operands: AdditiveOperands, own: list[Tensor], plan: _Plan) -> _Decayed:
-    if plan.decay == SCALAR.value:
-        return _Decayed(operands.q, operands.k, own[0], None)
-    if plan.decay == DIAGONAL.value:
-        return _Decayed(*own)
-    return _Decayed(operands.q, operands.k, operands.log_decay, None)
+def _saved_decayed(operands: ScanOperands, saved: Saved, plan: _Plan) -> _Decayed:
+    q, k = operands.q if saved.query is None else saved.query, operands.b if saved.key is None else saved.key
+    return _Decayed(q, k, operands.log_decay if plan.decay is Decay.FIXED else saved.gate, saved.pairs)
 
 
-def _chunk_states(operands: AdditiveOperands, plan: _Plan) -> Tensor:
+def _chunk_states(operands: ScanOperands, plan: _Plan) -> Tensor:
     heads, value_dim = operands.v.shape[2:]
     return operands.v.new_empty(plan.cut.chunks.count, heads, operands.q.shape[-1], value_dim)
 
@@ -188,7 +220,7 @@ def _walk(
         final=updates,
         span_decay=decay,
     )
-    join_segments(inputs.initial, updates, decay, final, plan.cut.segments, kind=plan.decay, reverse=reverse)
+    join_segments(inputs.initial, updates, decay, final, plan.cut.segments, kind=plan.decay.value, reverse=reverse)
     step(replace(inputs, initial=updates), plan.cut.segments, tiles=tiles, output=output, states=states, final=None)
     return final
 
@@ -200,18 +232,18 @@ def _empty_states(inputs: WalkInputs, spans: Spans) -> Tensor:
 
 def _walk_tiles(plan: _Plan, states: Tensor | None, *, reverse: bool) -> Tiles:
     config = plan.config
-    if plan.decay == DIAGONAL.value:
+    if plan.decay is Decay.DIAGONAL:
         return config.channel_walk
     if reverse:
         return config.reverse
-    return config.walk if states is None or plan.decay != SCALAR.value else config.saving
+    return config.walk if states is None or plan.decay is not Decay.SCALAR else config.saving
 
 
 def _span_decay(inputs: WalkInputs, segments: Spans) -> Tensor | None:
-    if inputs.decay == NO_DECAY.value:
+    if inputs.decay == Decay.NONE:
         return None
     shape = [segments.count, inputs.value.shape[2]]
-    if inputs.decay == DIAGONAL.value:
+    if inputs.decay == Decay.DIAGONAL:
         shape.append(inputs.writer.shape[-1])
     return inputs.value.new_empty(shape, dtype=torch.float32)
 

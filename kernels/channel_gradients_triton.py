@@ -22,8 +22,6 @@ float32 gate gradient written (1024); a read and da written (512) where a is fre
 Shapes: B T HO HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: autograd through ``chunk.py``. Source: arXiv:2312.06635 section 4.3, arXiv:2510.26692 section 3."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -31,9 +29,9 @@ from torch import Tensor
 
 from .channel_levels_triton import cumulative_gates, first_steep
 from .delta_gradients_triton import RowGradients
-from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
+from .operands import ScanOperands
 from .pair_gradients_triton import PairGradients, pair_gradients
 from .spans import Spans, ceil_div
 from .steep_gradients_triton import add_steep_gradients
@@ -252,24 +250,8 @@ def _channel_gradients_kernel(
     tl.store(gate_place, dgate, mask=mask & (row % STEPS == 0)[:, None])
 
 
-class ChannelGradients(NamedTuple):
-    """Gradients of an additive scan, one a head with a state.
-
-    Attributes:
-        q, k: [B, T, HV, K].
-        gate: [B, T, HV, K] float32.
-    """
-
-    q: Tensor
-    k: Tensor
-    gate: Tensor
-
-
 def channel_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
+    operands: ScanOperands,
     grad: Tensor,
     states: Tensor,
     grad_states: Tensor,
@@ -277,17 +259,15 @@ def channel_gradients(
     *,
     scale: float,
     tiles: Tiles,
-) -> ChannelGradients:
-    """Gradients of every query, key and gate without erasures; tokens of no document get zeros."""
-    operands = DeltaOperands(q, None, k, v, None, None, log_decay, None, None, reads_before_decay=False, blocks=1)
+) -> RowGradients:
+    """Gradients of every query, key and gate without erase pairs, one micro-step a token; v has no gradient here."""
+    v = operands.v
     pairs = pair_gradients(operands, grad, v, None, None, chunks, scale=scale, tiles=tiles)
-    made = _launch(operands, grad, v, None, states, grad_states, pairs, chunks, scale=scale, tiles=tiles)
-    assert made.gate is not None
-    return ChannelGradients(made.q, made.b, made.gate)
+    return _launch(operands, grad, v, None, states, grad_states, pairs, chunks, scale=scale, tiles=tiles)
 
 
 def channel_row_gradients(
-    operands: DeltaOperands,
+    operands: ScanOperands,
     grad: Tensor,
     corrected: Tensor,
     residual: Tensor,
@@ -316,7 +296,7 @@ def channel_row_gradients(
 
 
 def _launch(
-    operands: DeltaOperands,
+    operands: ScanOperands,
     grad: Tensor,
     written: Tensor,
     residual: Tensor | None,

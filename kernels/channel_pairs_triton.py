@@ -26,9 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .channel_levels_triton import cumulative_gates, first_steep, level_factors, split_gate, sum_tables
-from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
+from .operands import ScanOperands
 from .spans import Spans, power_of_2_from
 from .tile_triton import load_rows, load_scalars, load_step, locate_chunk
 
@@ -253,7 +253,7 @@ def channel_pairs(
     return made
 
 
-def channel_erasures(operands: DeltaOperands, chunks: Spans, *, scale: float, tiles: Tiles) -> ChannelErasures:
+def channel_erasures(operands: ScanOperands, chunks: Spans, *, scale: float, tiles: Tiles) -> ChannelErasures:
     """Prepare erasures under a diagonal decay; ``chunks`` in rows. Rows of no document stay unwritten."""
     q, a, b, _, rate, _, log_decay, *_ = operands
     assert log_decay is not None

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
+from .operands import ScanOperands
 from .pair_gradients_triton import pair_gradients
 from .spans import Spans, ceil_div, power_of_2_from
 from .tile_triton import (
@@ -229,7 +229,7 @@ class RowGradients(NamedTuple):
 
 
 def delta_gradients(
-    operands: DeltaOperands,
+    operands: ScanOperands,
     grad: Tensor,
     corrected: Tensor,
     residual: Tensor,

@@ -9,7 +9,7 @@ walk makes states only, and outputs are made from them for all chunks at once, s
 chunks are there for a while then, also without gradients.
 
 With nothing saved, backward makes the products and walks forward once more. Forward and backward neither validate nor
-know autograd: ``delta_op.py`` does. Bytes a row and head, uncut, 16-bit, K = V = 128, a = b, no decay: forward moves
+know autograd: ``operators.py`` does. Bytes a row and head, uncut, 16-bit, K = V = 128, a = b, no decay: forward moves
 512 + 1152 + 1408 in its three kernels, three times q, k, v and o.
 Shapes: B T HQ HA HB HO HV K V, n micro-steps a token, R = T n rows, N sequences, C chunk.
 """
@@ -22,15 +22,14 @@ from torch import Tensor
 from .channel_gradients_triton import channel_row_gradients
 from .channel_pairs_triton import channel_erasures
 from .delta_gradients_triton import RowGradients, delta_gradients
-from .delta_operands import DeltaGradients, DeltaOperands
 from .delta_outputs_triton import delta_outputs
 from .delta_walk_triton import DeltaWalkInputs, delta_walk, join_maps
 from .gate_triton import cumulative_gate
 from .inverse_triton import inverse_products
 from .launch_config import DeltaConfig, check_same_tiles, delta_config, device_family
 from .normal_form import sum_groups
+from .operands import Decay, Gradients, Saved, ScanOperands
 from .spans import Cut, ceil_div, cut_rows
-from .tile_triton import decay_kind
 
 
 class _Plan(NamedTuple):
@@ -50,8 +49,8 @@ class _Products(NamedTuple):
     key: Tensor
 
 
-def delta_forward(operands: DeltaOperands, *, scale: float, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output, final state, and what backward needs besides the inputs.
+def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor, Tensor, Saved | None]:
+    """Output, final state, and what backward needs besides the operands.
 
     Args:
         operands: of any strides; what is not contiguous is copied.
@@ -68,35 +67,29 @@ def delta_forward(operands: DeltaOperands, *, scale: float, save: bool) -> tuple
         output.zero_()  # rows of no document are left out
     maps = _empty_maps(operands, plan)
     if not save:
-        return output, _walk_forward(operands, products, plan, maps, scale=scale, output=output), []
+        return output, _walk_forward(operands, products, plan, maps, scale=scale, output=output), None
     states, corrected = _chunk_states(operands, plan), _empty_values(operands)
     final = _walk_forward(
         operands, products, plan, maps, scale=scale, output=output, states=states, corrected=(inverse, corrected)
     )
-    cut = operands.q.new_empty(_segments(plan)[1], 0)  # says how long segments are, which their number need not
-    return output, final, [states, corrected, maps, cut, *_own_tensors(products, operands)]
+    return output, final, _saved(operands, plan, products, states, corrected, maps)
 
 
-def delta_backward(
+def backward(
     grad_output: Tensor,
     grad_final: Tensor | None,
-    operands: DeltaOperands,
-    saved: list[Tensor],
+    operands: ScanOperands,
+    saved: Saved | None,
     *,
     scale: float,
     needs_decay_grad: bool,
-) -> DeltaGradients:
-    """Gradients of every operand; arguments as ``delta_forward``."""
+) -> Gradients:
+    """Gradients of every operand; arguments as ``forward``."""
     operands, grad_output = operands.contiguous(), grad_output.contiguous()
     grad_final = None if grad_final is None else grad_final.contiguous()
     plan = _plan(operands)
-    if saved:
-        states, corrected, maps, cut, pairs, *own = saved
-        check_same_tiles(
-            (states.shape[0], pairs.shape[-1], maps.shape[0], cut.shape[0]),
-            (plan.cut.chunks.count, plan.config.chunk_size, *_segments(plan)),
-        )
-        products = _saved_products(operands, [pairs, *own])
+    if saved is not None:
+        states, corrected, maps, products = _products_of(saved, operands, plan)
     else:
         states, maps = _chunk_states(operands, plan), _empty_maps(operands, plan)
         corrected = _empty_values(operands)
@@ -107,11 +100,11 @@ def delta_backward(
     d_initial = _walk_reverse(
         operands, products, plan, maps, grad_output, grad_final, scale=scale, output=residual, states=grad_states
     )
-    given = (operands, grad_output, corrected, residual)
+    tensors = (operands, grad_output, corrected, residual)
     config, at_borders = plan.config, (states, grad_states, plan.cut.chunks)
-    if _is_diagonal(operands):
+    if operands.decay is Decay.DIAGONAL:
         grads = channel_row_gradients(
-            *(*given, *at_borders),
+            *(*tensors, *at_borders),
             scale=scale,
             tiles=config.channel_gradients,
             pair_tiles=config.products,
@@ -119,7 +112,7 @@ def delta_backward(
         )
     else:
         grads = delta_gradients(
-            *(*given, products.gate, *at_borders),
+            *(*tensors, products.gate, *at_borders),
             scale=scale,
             tiles=config.gradients,
             pair_tiles=config.products,
@@ -129,7 +122,7 @@ def delta_backward(
     return _gradients(grads if needs_decay_grad else grads._replace(gate=None), operands, d_initial)
 
 
-def _plan(operands: DeltaOperands) -> _Plan:
+def _plan(operands: ScanOperands) -> _Plan:
     (batch, rows, _, value_dim), heads = operands.v.shape, operands.num_heads
     q = operands.q
     config = delta_config(device_family(q.device), q.shape[-1], value_dim, q.dtype)
@@ -149,34 +142,29 @@ def _segments(plan: _Plan) -> tuple[int, int]:
     return (0, 0) if segments is None else (segments.count, segments.length)
 
 
-def _is_diagonal(operands: DeltaOperands) -> bool:
-    return operands.log_decay is not None and operands.log_decay.ndim == 4
-
-
-def _chunk_states(operands: DeltaOperands, plan: _Plan) -> Tensor:
+def _chunk_states(operands: ScanOperands, plan: _Plan) -> Tensor:
     count, heads = plan.cut.chunks.count, operands.num_heads
     return operands.v.new_empty(count, heads, operands.q.shape[-1], operands.v.shape[-1])
 
 
-def _empty_values(operands: DeltaOperands) -> Tensor:
+def _empty_values(operands: ScanOperands) -> Tensor:
     """[B, R, HV, V], unwritten."""
     batch, rows, _, value_dim = operands.v.shape
     return operands.v.new_empty(batch, rows, operands.num_heads, value_dim)
 
 
-def _empty_maps(operands: DeltaOperands, plan: _Plan) -> Tensor:
+def _empty_maps(operands: ScanOperands, plan: _Plan) -> Tensor:
     """P of every segment, unwritten; none where sequences stay whole."""
     heads, key_dim = operands.num_heads, operands.q.shape[-1]
     return operands.q.new_empty(_segments(plan)[0], heads, key_dim, key_dim, dtype=torch.float32)
 
 
 def _products(
-    operands: DeltaOperands, plan: _Plan, *, scale: float, needs_inverse: bool
+    operands: ScanOperands, plan: _Plan, *, scale: float, needs_inverse: bool
 ) -> tuple[_Products, Tensor | None]:
-    """What the walks read, and T where it is wanted."""
-    q, b, gate, channels = operands.q, operands.b, None, None
-    query, eraser = q, b if operands.a is None else operands.a
-    if _is_diagonal(operands):
+    """What the walks read, and T where it is asked for."""
+    query, eraser, gate, channels = operands.q, _read_vectors(operands), None, None
+    if operands.decay is Decay.DIAGONAL:
         channels = channel_erasures(operands, plan.cut.chunks, scale=scale, tiles=plan.config.channel_pairs)
         query, eraser, gate = channels.query, channels.eraser, channels.total
     elif operands.log_decay is not None:
@@ -191,30 +179,39 @@ def _products(
     return _Products(query, eraser, gate, made.pairs, made.key), made.inverse
 
 
-def _own_tensors(products: _Products, operands: DeltaOperands) -> list[Tensor]:
-    """The tensors of ``products`` that are not inputs."""
-    own = [products.pairs, products.key]
-    if _is_diagonal(operands):
-        own += [products.query, products.eraser]
-    return own if products.gate is None else [*own, products.gate]
+def _saved(
+    operands: ScanOperands, plan: _Plan, products: _Products, states: Tensor, corrected: Tensor, maps: Tensor
+) -> Saved:
+    """Of ``products`` what is not an operand."""
+    own = {"query": products.query, "eraser": products.eraser} if operands.decay is Decay.DIAGONAL else {}
+    rest = {"pairs": products.pairs, "key": products.key, "gate": products.gate}
+    return Saved(states, corrected, maps, segment_length=_segments(plan)[1], **own, **rest)
 
 
-def _saved_products(operands: DeltaOperands, own: list[Tensor]) -> _Products:
-    pairs, key, *rest = own
-    if _is_diagonal(operands):
-        query, eraser, gate = rest
-        return _Products(query, eraser, gate, pairs, key)
-    eraser = operands.b if operands.a is None else operands.a
-    return _Products(operands.q, eraser, rest[0] if rest else None, pairs, key)
+def _products_of(saved: Saved, operands: ScanOperands, plan: _Plan) -> tuple[Tensor, Tensor, Tensor, _Products]:
+    """States, corrected values, maps and products that a forward pass saved for this plan."""
+    states, corrected, maps, pairs, query, eraser, key, gate, length = saved
+    assert corrected is not None and maps is not None and pairs is not None and key is not None
+    check_same_tiles(
+        (states.shape[0], pairs.shape[-1], maps.shape[0], length),
+        (plan.cut.chunks.count, plan.config.chunk_size, *_segments(plan)),
+    )
+    query = operands.q if query is None else query
+    eraser = _read_vectors(operands) if eraser is None else eraser
+    return states, corrected, maps, _Products(query, eraser, gate, pairs, key)
 
 
-def _walk_inputs(operands: DeltaOperands, products: _Products, scale: float) -> DeltaWalkInputs:
-    is_diagonal = _is_diagonal(operands)
+def _read_vectors(operands: ScanOperands) -> Tensor:
+    return operands.b if operands.a is None else operands.a
+
+
+def _walk_inputs(operands: ScanOperands, products: _Products, scale: float) -> DeltaWalkInputs:
+    is_diagonal = operands.decay is Decay.DIAGONAL
     return DeltaWalkInputs(
         *(products.query, products.eraser, products.key, operands.v, products.pairs),
-        None if is_diagonal else operands.rate,
-        *(operands.weight, products.gate, operands.initial_state),
-        decay_kind(operands.log_decay),
+        None if is_diagonal else operands.erase_beta,
+        *(operands.write, products.gate, operands.initial_state),
+        operands.decay.value,
         operands.reads_before_decay,
         operands.num_steps,
         scale,
@@ -222,7 +219,7 @@ def _walk_inputs(operands: DeltaOperands, products: _Products, scale: float) -> 
 
 
 def _walk_forward(
-    operands: DeltaOperands,
+    operands: ScanOperands,
     products: _Products,
     plan: _Plan,
     maps: Tensor,
@@ -255,7 +252,7 @@ def _walk_forward(
 
 
 def _walk_reverse(
-    operands: DeltaOperands,
+    operands: ScanOperands,
     products: _Products,
     plan: _Plan,
     maps: Tensor,
@@ -282,20 +279,20 @@ def _walk_reverse(
     return d_initial
 
 
-def _gradients(grads: RowGradients, operands: DeltaOperands, d_initial: Tensor) -> DeltaGradients:
+def _gradients(grads: RowGradients, operands: ScanOperands, d_initial: Tensor) -> Gradients:
     """Sums over the heads that share a key, over the blocks that share a value, and over tiles of K."""
-    rate, gate = grads.rate, grads.gate
-    if rate is not None and operands.rate is not None:
-        rate = rate.sum(0).to(operands.rate.dtype).view(operands.rate.shape)
+    beta, gate = grads.rate, grads.gate
+    if beta is not None and operands.erase_beta is not None:
+        beta = beta.sum(0).to(operands.erase_beta.dtype).view(operands.erase_beta.shape)
     if gate is not None and operands.log_decay is not None:
         gate = gate.sum(0).view(operands.log_decay.shape) if gate.ndim == 3 else gate
         gate = gate.to(operands.log_decay.dtype)
-    return DeltaGradients(
+    return Gradients(
         sum_groups(grads.q, operands.q.shape),
         None if grads.a is None or operands.a is None else sum_groups(grads.a, operands.a.shape),
         sum_groups(grads.b, operands.b.shape),
         sum_groups(grads.v, operands.v.shape),
-        rate,
+        beta,
         grads.weight,
         gate,
         d_initial,

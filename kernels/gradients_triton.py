@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .additive_operands import AdditiveOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
+from .operands import ScanOperands
 from .spans import Spans, ceil_div, power_of_2_from
 from .tile_triton import (
     FIXED,
@@ -190,7 +190,7 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    operands: AdditiveOperands,
+    operands: ScanOperands,
     grad: Tensor,
     gate: Tensor | None,
     states: Tensor,
@@ -202,7 +202,7 @@ def gradients(
     needs_gate: bool,
 ) -> Gradients:
     """Gradients of every query and key, one a value head; tokens of no document get zeros."""
-    q, k, v, log_decay, *_ = operands
+    q, k, v, log_decay = operands.q, operands.b, operands.v, operands.log_decay
     (batch, seq_len, heads, value_dim), key_dim = v.shape, q.shape[-1]
     block_k = tiles.block
     dq, dk = (chunks.rows_like(q, batch, seq_len, heads, key_dim) for _ in range(2))

@@ -54,9 +54,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .channel_pairs_triton import ChannelErasures
-from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
+from .operands import ScanOperands
 from .spans import Spans, power_of_2_from
 from .tile_triton import (
     DIAGONAL,
@@ -300,7 +300,7 @@ class InverseProducts(NamedTuple):
 
 
 def inverse_products(
-    operands: DeltaOperands,
+    operands: ScanOperands,
     channels: ChannelErasures | None,
     gate: Tensor | None,
     chunks: Spans,
@@ -354,12 +354,12 @@ def inverse_products(
 
 
 def _launch_inverse(
-    operands: DeltaOperands, channels: ChannelErasures | None, gate: Tensor | None, chunks: Spans
+    operands: ScanOperands, channels: ChannelErasures | None, gate: Tensor | None, chunks: Spans
 ) -> Tensor:
     """T of every chunk, [chunks, HV, C, C] float32, without a scalar decay that can wait."""
     b, size, family = operands.b, chunks.length, device_family(operands.q.device)
     assert size in (16, 32, 64), size
-    a, rate, decay = b if operands.a is None else operands.a, operands.rate, NO_DECAY.value
+    a, rate, decay = b if operands.a is None else operands.a, operands.erase_beta, NO_DECAY.value
     is_wide = b.dtype == torch.float32
     given: tuple[Tensor | None, ...] = (a, b, rate, None, None)
     if channels is not None:
@@ -394,12 +394,12 @@ def _launch_inverse(
     return inverse
 
 
-def _has_inner_decay(operands: DeltaOperands) -> bool:
+def _has_inner_decay(operands: ScanOperands) -> bool:
     """Rows read before a scalar decay of their own, so that A needs it."""
     return operands.reads_before_decay and decay_kind(operands.log_decay) == SCALAR.value
 
 
-def _sizes(operands: DeltaOperands, chunks: Spans) -> dict[str, Any]:
+def _sizes(operands: ScanOperands, chunks: Spans) -> dict[str, Any]:
     q = operands.q
     return {
         "HV": operands.num_heads,

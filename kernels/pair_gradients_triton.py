@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .delta_operands import DeltaOperands
 from .launch import launch
 from .launch_config import Tiles, device_family, products_in
+from .operands import ScanOperands
 from .spans import Spans
 from .tile_triton import (
     SCALAR,
@@ -193,7 +193,7 @@ class PairGradients(NamedTuple):
 
 
 def pair_gradients(
-    operands: DeltaOperands,
+    operands: ScanOperands,
     grad: Tensor,
     corrected: Tensor,
     residual: Tensor | None,

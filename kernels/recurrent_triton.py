@@ -23,9 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .additive_operands import AdditiveOperands
-from .delta_operands import DeltaOperands
 from .launch import launch
+from .operands import ScanOperands
 from .spans import Spans, ceil_div, power_of_2_from, whole_documents
 from .tile_triton import DIAGONAL, FIXED, LOG2_E, NO_DECAY, SCALAR, decay_kind, locate
 
@@ -116,20 +115,10 @@ def _recurrent_kernel(
     tl.store(final_ptr + state_offset, state, mask=mask_state)
 
 
-def recurrent_forward(operands: AdditiveOperands, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [B, T, HV, V] in the dtype of q, final state [N, HV, V, K] float32."""
-    q, k, v, log_decay, initial_state, cu_seqlens = operands
-    rows = DeltaOperands(q, None, k, v, None, None, log_decay, initial_state, cu_seqlens, False)
-    return _forward(rows, scale=scale, erases=False)
-
-
-def delta_recurrent_forward(operands: DeltaOperands, *, scale: float) -> tuple[Tensor, Tensor]:
+def recurrent_forward(operands: ScanOperands, *, scale: float) -> tuple[Tensor, Tensor]:
     """Output [B, T, HO, V] in the dtype of q, final state [N, HV, V, K] float32."""
-    return _forward(operands, scale=scale, erases=True)
-
-
-def _forward(operands: DeltaOperands, *, scale: float, erases: bool) -> tuple[Tensor, Tensor]:
-    q, a, b, v, rate, weight, log_decay, initial_state, cu_seqlens, reads_before_decay, blocks = operands.contiguous()
+    operands = operands.contiguous()
+    q, a, b, v, beta, write, log_decay, initial_state, cu_seqlens, erases, reads_before_decay, blocks = operands
     (batch, seq_len, _, key_dim), value_dim, heads = q.shape, v.shape[-1], operands.num_heads
     if cu_seqlens is None:
         spans = Spans(seq_len, seq_len, per_sequence=1, count=batch)
@@ -145,7 +134,7 @@ def _forward(operands: DeltaOperands, *, scale: float, erases: bool) -> tuple[Te
         _recurrent_kernel,
         (spans.count * heads * ceil_div(value_dim, block_v),),
         (
-            *(q, a, b, v, rate, weight, log_decay, initial_state),
+            *(q, a, b, v, beta, write, log_decay, initial_state),
             output,
             final,
             spans.table,

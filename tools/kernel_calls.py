@@ -18,10 +18,9 @@ from torch import Tensor
 from statemix.harness import Sizes
 from statemix.harness.catalogue import InRange
 from statemix.harness.recurrences import RECURRENCES, NamedRecurrence
-from statemix.kernels.additive_operands import AdditiveOperands
-from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import Launch, recording
 from statemix.kernels.launch_config import Family, compile_for
+from statemix.kernels.operands import ScanOperands
 
 Decay = Literal["none", "fixed", "scalar", "diagonal"]
 
@@ -71,7 +70,7 @@ class Configuration:
         num_steps: n, micro-steps a token; this and what follows are of the delta family.
         is_tied: a is b.
         reads_before_decay: the first micro-step of a token reads the state before its decay.
-        has_factors: a rate and a weight for every micro-step.
+        has_factors: an erase beta and a write for every micro-step.
         blocks: of the heads that share a value.
     """
 
@@ -259,70 +258,45 @@ def _cu_seqlens(c: Configuration) -> Tensor | None:
     return _empty(c.layout.batch + 1, dtype=torch.int32) if c.is_packed else None
 
 
-def _inputs(c: Configuration) -> AdditiveOperands:
-    """Meta tensors of a configuration."""
-    return AdditiveOperands(
-        q=_empty(*_tokens(c), c.layout.query_heads, c.key_dim, dtype=c.dtype),
-        k=_empty(*_tokens(c), c.layout.key_heads, c.key_dim, dtype=c.dtype),
-        v=_empty(*_tokens(c), c.layout.value_heads, c.value_dim, dtype=c.dtype),
-        log_decay=_log_decay(c),
-        initial_state=_initial_state(c),
-        cu_seqlens=_cu_seqlens(c),
-    )
-
-
-def _delta_inputs(c: Configuration) -> DeltaOperands:
-    """Meta tensors of a configuration of the delta family; an a of its own has a head for each state."""
-    batch, seq_len = _tokens(c)
-    micro_steps, heads = (batch, seq_len * c.num_steps), c.layout.value_heads
-    return DeltaOperands(
+def _operands(c: Configuration) -> ScanOperands:
+    """Meta tensors of a configuration; an a of its own has a head for each state."""
+    (batch, seq_len), erases = _tokens(c), c.kernels.startswith("delta")
+    rows, heads = (batch, seq_len * c.num_steps), c.layout.value_heads
+    factor = _empty(*rows, heads, dtype=c.gate_dtype) if erases and c.has_factors else None
+    return ScanOperands(
         q=_empty(batch, seq_len, c.layout.query_heads, c.key_dim, dtype=c.dtype),
-        a=None if c.is_tied else _empty(*micro_steps, heads, c.key_dim, dtype=c.dtype),
-        b=_empty(*micro_steps, c.layout.key_heads, c.key_dim, dtype=c.dtype),
-        v=_empty(*micro_steps, heads // c.blocks, c.value_dim, dtype=c.dtype),
-        rate=_empty(*micro_steps, heads, dtype=c.gate_dtype) if c.has_factors else None,
-        weight=_empty(*micro_steps, heads, dtype=c.gate_dtype) if c.has_factors else None,
+        a=None if c.is_tied else _empty(*rows, heads, c.key_dim, dtype=c.dtype),
+        b=_empty(*rows, c.layout.key_heads, c.key_dim, dtype=c.dtype),
+        v=_empty(*rows, heads // c.blocks, c.value_dim, dtype=c.dtype),
+        erase_beta=factor,
+        write=factor,
         log_decay=_log_decay(c),
         initial_state=_initial_state(c),
         cu_seqlens=_cu_seqlens(c),
+        erases=erases,
         reads_before_decay=c.reads_before_decay,
         blocks=c.blocks,
     )
 
 
-def _additive(c: Configuration) -> None:
-    from statemix.kernels.additive_triton import additive_backward, additive_forward
+def _both_passes(c: Configuration) -> None:
+    from statemix.kernels import additive_triton, delta_triton
 
-    x = _inputs(c)
-    output, _, saved = additive_forward(x, scale=0.5, save=c.saves)
-    needs_decay_grad = c.has_state and c.decay != "none"
-    additive_backward(output, x.initial_state, x, saved, scale=0.5, needs_decay_grad=needs_decay_grad)
+    x, wanted = _operands(c), c.has_state and c.decay != "none"
+    kernels = delta_triton if x.erases else additive_triton
+    output, _, saved = kernels.forward(x, scale=0.5, save=c.saves)
+    kernels.backward(output, x.initial_state, x, saved, scale=0.5, needs_decay_grad=wanted)
 
 
 def _recurrent(c: Configuration) -> None:
     from statemix.kernels.recurrent_triton import recurrent_forward
 
-    recurrent_forward(_inputs(c), scale=0.5)
-
-
-def _delta(c: Configuration) -> None:
-    from statemix.kernels.delta_triton import delta_backward, delta_forward
-
-    x = _delta_inputs(c)
-    output, _, saved = delta_forward(x, scale=0.5, save=c.saves)
-    needs_decay_grad = c.has_state and c.decay != "none"
-    delta_backward(output, x.initial_state, x, saved, scale=0.5, needs_decay_grad=needs_decay_grad)
-
-
-def _delta_recurrent(c: Configuration) -> None:
-    from statemix.kernels.recurrent_triton import delta_recurrent_forward
-
-    delta_recurrent_forward(_delta_inputs(c), scale=0.5)
+    recurrent_forward(_operands(c), scale=0.5)
 
 
 CALLS: dict[str, Callable[[Configuration], None]] = {
-    "additive": _additive,
+    "additive": _both_passes,
     "recurrent": _recurrent,
-    "delta": _delta,
-    "delta_recurrent": _delta_recurrent,
+    "delta": _both_passes,
+    "delta_recurrent": _recurrent,
 }

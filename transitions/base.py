@@ -66,15 +66,11 @@ class Transition(ABC):
         """S M_t for one token: state [..., HV, V, K], the fields without their T axis and with HV heads."""
 
     def lower(self) -> NormalForm:
-        """The normal form that the chunk form runs. Raises NotImplementedError where there is none."""
-        raise NotImplementedError(f"{type(self).__name__} has no normal form: it runs in form='recurrent'")
+        """The normal form that the chunk form and the kernels run; NotImplementedError where there is none.
 
-    def lower_factored(self) -> NormalForm:
-        """``lower`` for kernels that take a rate beside an erasure: (c, b) and r in place of (r c, b).
-
-        Worth defining where a = r c with r a number for each head: ``lower`` is then ``lower_factored().multiplied()``.
+        Where a = beta c with beta a number for each head, erase=(c, b) and erase_beta=beta spare a copy of beta c.
         """
-        return self.lower()
+        raise NotImplementedError(f"{type(self).__name__} has no normal form: it runs in form='recurrent'")
 
     def steps(self) -> tuple["Transition", ...]:
         """The factors of M_t with one write each, in the order they act."""

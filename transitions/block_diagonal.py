@@ -8,9 +8,7 @@ Shapes: B batch, T time, H key heads, HV value heads, K key_dim, b blocks.
 Source: arXiv:2406.06484 section 6, proposed as future work.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from operator import methodcaller
 from typing import Literal, Self
 
 import torch
@@ -98,10 +96,19 @@ class BlockDiagonal(Transition):
         return (self,) if steps[0] is self.inner else tuple(self._rebuild((step, self.blocks)) for step in steps)
 
     def lower(self) -> NormalForm:
-        return self._lowered(methodcaller("lower"))
-
-    def lower_factored(self) -> NormalForm:
-        return self._lowered(methodcaller("lower_factored"))
+        """The inner normal form, of whole heads where it takes blocks and else of blocks as heads, put together."""
+        if self.inner.lowers_blocks:
+            return replace(self.inner.lower(), blocks=self.blocks)
+        heads = self._whole()._blocks_as_heads()
+        form, erase, decay = heads.lower(), None, None
+        if form.erase is not None:
+            # the write key itself, and one tensor in both places, tell kernels what they need not store
+            direction = self._erased(form.erase[1], heads)
+            erase = direction if form.erase[0] is form.erase[1] else self._erased(form.erase[0], heads), direction
+        if form.log_decay is not None:
+            decay = self._channels(form.log_decay) if form.log_decay.ndim == 4 else self._per_block(form.log_decay)
+        beta = None if form.erase_beta is None else self._per_block(form.erase_beta)
+        return replace(form, log_decay=decay, erase=erase, erase_beta=beta, blocks=self.blocks)
 
     @classmethod
     def example(
@@ -113,21 +120,6 @@ class BlockDiagonal(Transition):
         whole = Householder.example(batch, seq_len, num_heads, key_dim, generator)
         by_block = whole.direction.unflatten(-1, (2, -1))
         return cls(Householder((by_block / by_block.norm(dim=-1, keepdim=True)).flatten(-2, -1), whole.beta), 2)
-
-    def _lowered(self, lower: Callable[[Transition], NormalForm]) -> NormalForm:
-        """The inner normal form, of whole heads where it takes blocks and else of blocks as heads, put together."""
-        if self.inner.lowers_blocks:
-            return replace(lower(self.inner), blocks=self.blocks)
-        heads = self._whole()._blocks_as_heads()
-        form, erase, decay = lower(heads), None, None
-        if form.erase is not None:
-            # the write key itself, and one tensor in both places, tell kernels what they need not store
-            direction = self._erased(form.erase[1], heads)
-            erase = direction if form.erase[0] is form.erase[1] else self._erased(form.erase[0], heads), direction
-        if form.log_decay is not None:
-            decay = self._channels(form.log_decay) if form.log_decay.ndim == 4 else self._per_block(form.log_decay)
-        rate = None if form.rate is None else self._per_block(form.rate)
-        return replace(form, log_decay=decay, erase=erase, rate=rate, blocks=self.blocks)
 
     def _erased(self, x: Tensor, heads: Transition) -> Tensor:
         """A direction of ``heads``, blocks as heads, as one of whole heads: where it is the write key, that itself."""

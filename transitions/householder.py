@@ -72,10 +72,7 @@ class Householder(Transition):
         return tuple(self._rebuild(pair) for pair in pairs)
 
     def lower(self) -> NormalForm:
-        return self.lower_factored().multiplied()
-
-    def lower_factored(self) -> NormalForm:
-        return NormalForm(erase=(self.direction, self.direction), rate=self.beta)
+        return NormalForm(erase=(self.direction, self.direction), erase_beta=self.beta)
 
 
 @register

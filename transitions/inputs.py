@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from statemix.kernels import expand_heads
+from statemix.kernels import expand_heads, has_equal_values, is_same
 
 from .base import Transition
 from .block_diagonal import BlockDiagonal
@@ -59,7 +59,7 @@ class ScanInputs:
         q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
         write = None if self.write is None else self.write.to(dtype)
         transition = self.transition.map_tensors(
-            lambda _, x: k if x is self.k else write if write is not None and x is self.write else x.to(dtype)
+            lambda _, x: k if is_same(x, self.k) else write if write is not None and x is self.write else x.to(dtype)
         )
         return replace(self, q=q, k=k, v=v, transition=transition, write=write)
 
@@ -160,6 +160,29 @@ def check_offsets(inputs: ScanInputs) -> None:
     if offsets[0] != 0 or offsets[-1] > inputs.seq_len or offsets != sorted(offsets):
         raise ValueError(
             f"cu_seqlens: expected offsets that rise from 0 to at most T = {inputs.seq_len}, got {offsets}"
+        )
+
+
+def copied_key(inputs: ScanInputs, *, may_wait: bool = False) -> str | None:
+    """The name of a field that holds a copy of the write key which kernels cannot take for that, or None.
+
+    Args:
+        may_wait: compare the values on a GPU as well, which stalls it.
+    """
+    for name, x, kind in inputs.transition.tensors():
+        if kind.is_per_key_head and not is_same(x, inputs.k) and has_equal_values(x, inputs.k, may_wait=may_wait):
+            return name
+    return None
+
+
+def warn_of_a_copied_key(inputs: ScanInputs) -> None:
+    """Warn of a direction equal to k that gets a gradient of its own: it takes a micro-step of its own as well."""
+    name = copied_key(inputs, may_wait=True)
+    if name is not None:
+        warnings.warn(
+            f"{name}: expected the write key k itself, got a copy with a gradient of its own, which takes two "
+            f"micro-steps a token in place of one; give {name} the tensor that is given as k",
+            stacklevel=3,
         )
 
 

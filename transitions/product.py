@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from statemix.kernels import NormalForm, expand_heads
+from statemix.kernels.normal_form import repeat_to, with_last_axis, with_steps
 
 from .base import Transition
 
@@ -89,25 +90,20 @@ class Product(Transition):
         return left + right
 
     def lower(self) -> NormalForm:
-        return self._joined(self.left.lower(), self.right.lower())
-
-    def lower_factored(self) -> NormalForm:
-        return self._joined(self.left.lower_factored(), self.right.lower_factored())
-
-    def _joined(self, left: NormalForm, right: NormalForm) -> NormalForm:
+        left, right = self.left.lower(), self.right.lower()
         blocks = _common_blocks(left, right)
         if left.erase is not None and right.erase is not None:
             left, right = left.multiplied(), right.multiplied()
-        rate = right.rate if left.rate is None else left.rate
+        beta = right.erase_beta if left.erase_beta is None else left.erase_beta
         if right.log_decay is None:
-            return replace(left, erase=_then(left.erase, right.erase), blocks=blocks, rate=rate)
+            return replace(left, erase=_then(left.erase, right.erase), blocks=blocks, erase_beta=beta)
         if left.erase is None and not right.reads_before_decay:
             return replace(right, log_decay=_add(left.log_decay, right.log_decay, blocks), blocks=blocks)
         if right.erase is None and left.log_decay is None and left.erase is not None and _count(left.erase) == 1:
             read, direction = left.erase
             decay, direction = _per_channel(right.log_decay, direction, blocks)
             erase = read, direction * decay.exp()
-            return NormalForm(right.log_decay, erase, reads_before_decay=True, blocks=blocks, rate=rate)
+            return NormalForm(right.log_decay, erase, reads_before_decay=True, blocks=blocks, erase_beta=beta)
         raise NotImplementedError(
             f"{type(self.right).__name__} decays after {type(self.left).__name__} has erased: this product has no "
             "normal form; put the gate first, or run form='recurrent'"
@@ -135,19 +131,19 @@ Erase = tuple[Tensor, Tensor]
 
 
 def _then(first: Erase | None, second: Erase | None) -> Erase | None:
-    """Erase ``first``, then ``second``. A single erasure keeps its identity, by which the write key is recognised."""
+    """Erase ``first``, then ``second``. Where there is one of them it stays as it is, the write key for what it is."""
     if first is None or second is None:
         return second if first is None else first
     num_heads = max(x.shape[-2] for pair in (first, second) for x in pair)
-    joined = []
-    for x, y in zip(first, second, strict=True):
-        rows = [z if z.ndim == 5 else z.unsqueeze(2) for z in (x, y)]
-        joined.append(torch.cat([expand_heads(z, num_heads, dim=3) for z in rows], dim=2))
-    return joined[0], joined[1]
+    read, direction = (
+        torch.cat([expand_heads(with_steps(z), num_heads, dim=3) for z in pair], dim=2)
+        for pair in zip(first, second, strict=True)
+    )
+    return read, direction
 
 
 def _count(erase: Erase) -> int:
-    return erase[0].shape[2] if erase[0].ndim == 5 else 1
+    return with_steps(erase[0]).shape[2]
 
 
 def _common_blocks(left: NormalForm, right: NormalForm) -> int:
@@ -164,17 +160,14 @@ def _add(x: Tensor | None, y: Tensor | None, blocks: int) -> Tensor | None:
     """Sum of two log decays of the normal form, whatever axes each has."""
     if x is None or y is None:
         return y if x is None else x
-    x, y = (z if z.ndim in (2, 4) else z.unsqueeze(-1) for z in (x, y))
+    x, y = with_last_axis(x), with_last_axis(y)
     key_dim = max(x.shape[-1], y.shape[-1])
-    x, y = (z if z.shape[-1] in (1, key_dim) else z.repeat_interleave(key_dim // z.shape[-1], -1) for z in (x, y))
+    x, y = repeat_to(x, key_dim), repeat_to(y, key_dim)
     total = x + y
     return total.squeeze(-1) if total.shape[-1] == 1 and blocks == 1 else total
 
 
 def _per_channel(log_decay: Tensor, direction: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """``log_decay`` and ``direction`` with the same heads and a channel axis each."""
-    if log_decay.ndim in (1, 3):
-        log_decay = log_decay.unsqueeze(-1)
-    if log_decay.shape[-1] not in (1, direction.shape[-1]):
-        log_decay = log_decay.repeat_interleave(direction.shape[-1] // log_decay.shape[-1], dim=-1)
+    log_decay = repeat_to(with_last_axis(log_decay), direction.shape[-1])
     return log_decay, expand_heads(direction, log_decay.shape[-2], direction.ndim - 2)

@@ -1,8 +1,7 @@
 """Run a recurrence: S_t = S_{t-1} M_t + w_t v_t k_t^T, o_t = scale * S_t q_t.
 
 ``recurrent`` is the definition: one token after another through ``Transition.apply``. ``chunk`` runs the normal form
-of ``Transition.lower`` as matrix products. Triton's kernels run either from ``Transition.lower_factored``. ``step`` is
-one token.
+of ``Transition.lower`` as matrix products. Triton's kernels run either from it. ``step`` is one token.
 
 Shapes: B batch, T time, n writes a token, H key heads, HV value heads, K key_dim, V value_dim, N packed documents.
 """
@@ -16,24 +15,19 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from statemix.kernels import (
-    NormalForm,
-    Segment,
-    additive_rows,
-    additive_scan,
-    chunk_scan,
-    delta_recurrent_scan,
-    delta_rows,
-    delta_scan,
-    expand_heads,
-    merge_write,
-    recurrent_scan,
-)
+from statemix.kernels import Segment, backend_named, chunk_kernels, chunk_scan, expand_heads, recurrent_kernels
 from statemix.kernels.spans import power_of_2_from
 
 from .base import Transition
-from .choice import Backend, Explanation, Form, choose
-from .inputs import ScanInputs, check_inputs, check_offsets, check_values, warn_of_swapped_axes
+from .choice import Choice, Explanation, Form, choose, operands_of
+from .inputs import (
+    ScanInputs,
+    check_inputs,
+    check_offsets,
+    check_values,
+    warn_of_a_copied_key,
+    warn_of_swapped_axes,
+)
 
 _validate_on_gpu: ContextVar[bool] = ContextVar("statemix_validate", default=False)
 
@@ -66,7 +60,7 @@ def scan(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     form: Form = "auto",
-    backend: Backend = "auto",
+    backend: str = "auto",
     chunk_size: int = 64,
     recompute: bool = False,
 ) -> ScanResult:
@@ -84,7 +78,8 @@ def scan(
             offset give zeros.
         form: "recurrent" (the definition, any transition), "chunk" (needs ``transition.lower``), "parallel" (one chunk
             as long as the sequence, O(T^2) memory, for teaching and tests), "auto".
-        backend: "torch", "triton" (for transitions with a normal form), or "auto": Triton on a GPU where it can.
+        backend: "torch", "triton" (for transitions with a normal form), "auto": Triton on a GPU where it can; or a name
+            given to ``statemix.kernels.register_backend``.
         chunk_size: tokens a chunk of the torch chunk form, a power of two from 16 to 128. Triton's kernels have their
             own in a table. No result depends on it.
         recompute: save memory: keep no states for the backward pass, which then computes them once more.
@@ -94,8 +89,8 @@ def scan(
 
     Raises:
         ValueError: a shape, dtype, offset or log decay is not as above.
-        NotImplementedError: form="chunk" or "parallel" for a transition without a normal form; backend="triton" where
-            it cannot run; a second derivative through it.
+        NotImplementedError: form="chunk" or "parallel" for a transition without a normal form; a backend asked for
+            where it cannot run; a second derivative through it.
 
     >>> q = k = v = torch.ones(1, 3, 1, 1)
     >>> scan(q, k, v, Identity(), scale=1.0).output.flatten()
@@ -104,16 +99,13 @@ def scan(
     inputs = check_inputs(q, k, v, transition, write, initial_state, cu_seqlens, chunk_size)
     scale = inputs.key_dim**-0.5 if scale is None else float(scale)
     with _without_autocast(q.device.type):
-        chosen, lowered = choose(inputs, form, backend, q.device)
-        _check_what_can_be_read(inputs, chosen)
-        if lowered is not None:
-            return _run_triton(inputs, chosen, lowered, scale=scale, recompute=recompute)
-        if recompute and torch.is_grad_enabled():
-            results = checkpoint(
-                _run_torch, inputs, chosen, scale, chunk_size, use_reentrant=False, preserve_rng_state=False
-            )
+        chosen = choose(inputs, form, backend, q.device)
+        _check_what_can_be_read(inputs, chosen.explanation)
+        if recompute and torch.is_grad_enabled() and chosen.explanation.backend != "triton":
+            arguments = (inputs, chosen, scale, chunk_size)
+            results = checkpoint(_run, *arguments, use_reentrant=False, preserve_rng_state=False)
             return ScanResult(*results)
-        return _run_torch(inputs, chosen, scale, chunk_size)
+        return _run(inputs, chosen, scale, chunk_size, recompute=recompute)
 
 
 def explain(
@@ -126,7 +118,7 @@ def explain(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     form: Form = "auto",
-    backend: Backend = "auto",
+    backend: str = "auto",
     chunk_size: int = 64,
     device: torch.device | str | None = None,
 ) -> Explanation:
@@ -192,6 +184,7 @@ def _check_what_can_be_read(inputs: ScanInputs, chosen: Explanation) -> None:
         check_offsets(inputs)
     if is_free:
         check_values(inputs.transition)
+        warn_of_a_copied_key(inputs)
         warn_of_swapped_axes(inputs)
 
 
@@ -200,41 +193,30 @@ def _without_autocast(device_type: str) -> AbstractContextManager[object]:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-def _run_triton(
-    inputs: ScanInputs, chosen: Explanation, lowered: NormalForm, *, scale: float, recompute: bool
-) -> ScanResult:
-    """The kernels; q, k and v keep their dtype."""
-    q, k, v, write, cu_seqlens = inputs.q, inputs.k, inputs.v, inputs.write, inputs.cu_seqlens
-    initial, is_recurrent = inputs.initial, chosen.form == "recurrent"
-    if initial is not None:
-        initial = initial.to(torch.promote_types(q.dtype, torch.float32))
-    if lowered.erase is not None:
-        operands = delta_rows(q, k, v, lowered, write=write, initial_state=initial, cu_seqlens=cu_seqlens)
-        if is_recurrent:
-            output, state = delta_recurrent_scan(operands, scale=scale)
-        else:
-            output, state = delta_scan(operands, scale=scale, recompute=recompute)
-        return ScanResult(output, operands.whole_state(state))
-    plain = additive_rows(q, k, v, lowered, write=write, cu_seqlens=cu_seqlens)
-    tensors = (plain.q, plain.k, plain.v, plain.log_decay, initial, plain.cu_seqlens)
-    if is_recurrent:
-        output, state = recurrent_scan(*tensors, scale=scale)
+def _run(inputs: ScanInputs, chosen: Choice, scale: float, chunk_size: int, *, recompute: bool = False) -> ScanResult:
+    """What was chosen; kernels leave q, k and v their dtype."""
+    form, backend, operands = chosen.explanation.form, chosen.explanation.backend, chosen.operands
+    if operands is None:
+        return _run_torch(inputs, form, scale, chunk_size)
+    if backend != "triton":
+        output, state = backend_named(backend).scan(operands, scale=scale)
+    elif form == "recurrent":
+        output, state = recurrent_kernels(operands, scale=scale)
     else:
-        output, state = additive_scan(*tensors, scale=scale, recompute=recompute)
-    return ScanResult(plain.tokens(output), state)
+        output, state = chunk_kernels(operands, scale=scale, recompute=recompute)
+    return ScanResult(output, operands.whole_state(state))
 
 
-def _run_torch(inputs: ScanInputs, chosen: Explanation, scale: float, chunk_size: int) -> ScanResult:
+def _run_torch(inputs: ScanInputs, form: str, scale: float, chunk_size: int) -> ScanResult:
     """The torch forms, in the dtype of the state."""
-    dtype, seq_len, cu_seqlens = inputs.q.dtype, inputs.seq_len, inputs.cu_seqlens
-    inputs, state = inputs.in_state_dtype(), inputs.initial_state()
-    if chosen.form == "recurrent":
-        output, state = _recurrent(inputs, state, scale)
-    else:
-        steps = merge_write(inputs.transition.lower(), inputs.k, inputs.v, inputs.write)
-        chunk_size = chunk_size if chosen.form == "chunk" else power_of_2_from(seq_len)
-        output, state = chunk_scan(inputs.q, steps, state, scale=scale, chunk_size=chunk_size, cu_seqlens=cu_seqlens)
-    return ScanResult(output.to(dtype), state)
+    dtype, inputs = inputs.q.dtype, inputs.in_state_dtype()
+    if form == "recurrent":
+        output, state = _recurrent(inputs, inputs.initial_state(), scale)
+        return ScanResult(output.to(dtype), state)
+    operands = operands_of(inputs)
+    chunk_size = chunk_size if form == "chunk" else power_of_2_from(inputs.seq_len)
+    output, state = chunk_scan(operands, scale=scale, chunk_size=chunk_size)
+    return ScanResult(output.to(dtype), operands.whole_state(state))
 
 
 def _recurrent(inputs: ScanInputs, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:

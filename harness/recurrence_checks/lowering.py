@@ -1,7 +1,4 @@
-"""The check that ``lower`` and ``apply`` mean one M_t: the normal form as a dense matrix against ``materialize``.
-
-``lower_factored``, which kernels run, is held to the same.
-"""
+"""The check that ``lower`` and ``apply`` mean one M_t: the normal form as a dense matrix against ``materialize``."""
 
 import torch
 from torch import Tensor
@@ -20,12 +17,10 @@ def lower_is_apply(recurrence: Recurrence) -> None:
     problem = recurrence.problem()
     exact = matrix_of(problem)
     low = matrix_of(problem.to(torch.float32))
-    for method in ("lower", "lower_factored"):
-        got = normal_form_matrix(getattr(problem.transition, method)(), exact)
-        _expect_equal(got, exact, low, method, type(problem.transition))
+    _expect_equal(normal_form_matrix(problem.transition.lower(), exact), exact, low, type(problem.transition))
 
 
-def _expect_equal(got: Tensor, exact: Tensor, low: Tensor, method: str, cls: type) -> None:
+def _expect_equal(got: Tensor, exact: Tensor, low: Tensor, cls: type) -> None:
     excess = Reference(exact, low).excess(got)
     if excess is None:
         return
@@ -33,10 +28,10 @@ def _expect_equal(got: Tensor, exact: Tensor, low: Tensor, method: str, cls: typ
     column = int((got - exact)[excess.index].abs().argmax())
     by_apply, lowered = (x[excess.index][column].item() for x in (exact, got))
     raise CheckFailure(
-        f"{method}() disagrees with apply(): M_t[{row}, {column}] at [batch {batch}, token {token}, head {head}]: "
-        f"apply() gives {by_apply:.6g}, {method}() gives {lowered:.6g}; "
+        f"lower() disagrees with apply(): M_t[{row}, {column}] at [batch {batch}, token {token}, head {head}]: "
+        f"apply() gives {by_apply:.6g}, lower() gives {lowered:.6g}; "
         "apply() is the definition: S <- S Diag(e^log_decay), then S <- S - (S a) b^T, must do the same"
-        f"{lines_of(cls, method)}"
+        f"{lines_of(cls, 'lower')}"
     )
 
 

@@ -49,8 +49,8 @@ class LowersToAWrongScale(Gated):
 class FactorsAWrongRate(Gated):
     """beta 2% too large in what kernels run."""
 
-    def lower_factored(self) -> NormalForm:
-        return NormalForm(self.log_decay, (self.key, self.key), rate=1.02 * self.beta)
+    def lower(self) -> NormalForm:
+        return NormalForm(self.log_decay, (self.key, self.key), erase_beta=1.02 * self.beta)
 
 
 class UsesAnotherHeadsGate(Gated):

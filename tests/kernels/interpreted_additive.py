@@ -14,7 +14,7 @@ from torch import Tensor
 
 from statemix import scan, step
 from statemix.harness import CATALOGUE, Sizes, check_transition
-from statemix.kernels import additive_scan, recurrent_scan
+from statemix.kernels import ScanOperands, chunk_kernels, recurrent_kernels
 from statemix.transitions import BlockDiagonal, DiagonalGate, FixedDecay, Identity, ScalarGate, Transition
 
 DECAYS = ("none", "fixed", "scalar", "diagonal")
@@ -37,7 +37,7 @@ def draw(
     dtype: torch.dtype = torch.float32,
     gate: Callable[[tuple[int, ...]], Tensor] = lambda shape: -torch.rand(shape),
 ) -> Given:
-    """The arguments of ``additive_scan``, leaves that require gradients."""
+    """The operands of a scan without erase pairs by name, leaves that require gradients."""
     (num_heads, num_value_heads), (key_dim, value_dim) = heads, dims
     lead = (batch, seq_len, num_value_heads)
     shapes = {"fixed": (num_value_heads,), "scalar": lead, "diagonal": (*lead, key_dim)}
@@ -59,7 +59,13 @@ def draw(
 
 
 def kernels(given: Given, **options: Any) -> tuple[Tensor, Tensor]:
-    return additive_scan(*given.values(), scale=SCALE, **options)  # type: ignore[arg-type]
+    return chunk_kernels(operands_of(*given.values()), scale=SCALE, **options)
+
+
+def operands_of(
+    q: Any, k: Any, v: Any, log_decay: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None
+) -> ScanOperands:
+    return ScanOperands(q, None, k, v, None, None, log_decay, initial_state, cu_seqlens, erases=False)
 
 
 def definition(given: Given) -> tuple[Tensor, Tensor]:
@@ -317,7 +323,7 @@ def test_recurrent(decay: str) -> None:
     ):
         given = draw(decay, **options)  # type: ignore[arg-type]
         with torch.no_grad():
-            results = zip(recurrent_scan(*given.values(), scale=SCALE), definition(given), strict=True)  # type: ignore[arg-type]
+            results = zip(recurrent_kernels(operands_of(*given.values()), scale=SCALE), definition(given), strict=True)
         assert all((x.double() - y).norm() <= 1e-6 * y.norm() for x, y in results)
 
 

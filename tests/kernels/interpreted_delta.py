@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from statemix import scan
-from statemix.kernels.delta_operands import DeltaOperands
-from statemix.kernels.normal_form import merge_write
-from statemix.kernels.recurrent_triton import delta_recurrent_forward
+from statemix.kernels import ScanOperands, scan_operands
+from statemix.kernels.recurrent_triton import recurrent_forward
 from statemix.transitions import DiagonalGate, Householder, ScalarGate, Transition
 
 DECAYS = ("none", "scalar", "diagonal")
@@ -43,7 +42,7 @@ def draw_delta(
     gate_dtype: torch.dtype = torch.float32,
     gate: Callable[[Shape], Tensor] = lambda shape: -torch.rand(shape),
     blocks: int = 1,
-) -> DeltaOperands:
+) -> ScanOperands:
     """Operands of a scan, leaves that require gradients.
 
     a and b are unit vectors. An erasure along b itself has norm 1 for rates up to 2; others make the state grow, so
@@ -52,8 +51,8 @@ def draw_delta(
     Args:
         heads: HQ, HA, HB, HV.
         dims: K, V.
-        absent: names of operands that are None, of a, rate, weight and initial_state.
-        gate_dtype: of rate, weight and log_decay.
+        absent: names of operands that are None, of a, erase_beta, write and initial_state.
+        gate_dtype: of erase_beta, write and log_decay.
         gate: log_decay of a shape.
         blocks: of the HV heads that share a value.
     """
@@ -68,23 +67,24 @@ def draw_delta(
         return None if name in absent else leaf(x, dtype)
 
     highest_rate = 2.0 if "a" in absent else 1.0
-    return DeltaOperands(
+    return ScanOperands(
         q=leaf(torch.randn(batch, seq_len, num_q, key_dim), dtype),
         a=unless_absent("a", F.normalize(torch.randn(batch, num_rows, num_a, key_dim), dim=-1), dtype),
         b=leaf(F.normalize(torch.randn(batch, num_rows, num_b, key_dim), dim=-1), dtype),
         v=leaf(torch.randn(batch, num_rows, num_v // blocks, value_dim), dtype),
-        rate=unless_absent("rate", highest_rate * torch.rand(batch, num_rows, num_v), gate_dtype),
-        weight=unless_absent("weight", torch.rand(batch, num_rows, num_v), gate_dtype),
+        erase_beta=unless_absent("erase_beta", highest_rate * torch.rand(batch, num_rows, num_v), gate_dtype),
+        write=unless_absent("write", torch.rand(batch, num_rows, num_v), gate_dtype),
         log_decay=leaf(gate(gates[decay]), gate_dtype) if decay in gates else None,
         initial_state=unless_absent("initial_state", torch.randn(num_states, num_v, value_dim, key_dim), torch.float32),
         cu_seqlens=None if documents is None else torch.tensor(documents, dtype=torch.int32),
+        erases=True,
         reads_before_decay=reads_before_decay,
         blocks=blocks,
     )
 
 
-def oracle(operands: DeltaOperands, scale: float) -> tuple[Tensor, Tensor]:
-    """The equation of ``DeltaOperands``, one row after another in float64: output and final state.
+def oracle(operands: ScanOperands, scale: float) -> tuple[Tensor, Tensor]:
+    """The equation of ``ScanOperands``, one micro-step after another in float64: output and final state.
 
     Autograd goes through it to every operand, and the gradients arrive in the operands' own dtypes.
     """
@@ -100,12 +100,12 @@ def oracle(operands: DeltaOperands, scale: float) -> tuple[Tensor, Tensor]:
     return output.unflatten(2, (-1, operands.blocks)).sum(3), state
 
 
-def _filled(operands: DeltaOperands) -> DeltaOperands:
+def _filled(operands: ScanOperands) -> ScanOperands:
     """The same scan in float64, with every operand but ``cu_seqlens`` there, and all of them for HV heads.
 
-    a, b, v, rate and weight become [B, T, n, HV, ...], log_decay [B, T, HV, 1 or K].
+    a, b, v, erase_beta and write become [B, T, n, HV, ...], log_decay [B, T, HV, 1 or K].
     """
-    q, a, b, v, rate, weight, log_decay, initial, cu_seqlens, reads_before_decay, _ = operands
+    q, a, b, v, beta, write, log_decay, initial, cu_seqlens, _, reads_before_decay, _ = operands
     (batch, seq_len), heads = q.shape[:2], operands.num_heads
 
     def one_each(x: Tensor) -> Tensor:
@@ -116,36 +116,37 @@ def _filled(operands: DeltaOperands) -> DeltaOperands:
 
     ones = v.new_ones(v.shape[:3], dtype=torch.float64)
     gate = v.new_zeros(batch, seq_len, heads, dtype=torch.float64) if log_decay is None else log_decay.double()
-    return DeltaOperands(
+    return ScanOperands(
         q=one_each(q),
         a=by_token(b if a is None else a),
         b=by_token(b),
         v=by_token(v),
-        rate=by_token(ones if rate is None else rate),
-        weight=by_token(ones if weight is None else weight),
+        erase_beta=by_token(ones if beta is None else beta),
+        write=by_token(ones if write is None else write),
         log_decay=gate if gate.ndim == 4 else gate.unsqueeze(-1),
         initial_state=(torch.zeros_like(operands.empty_state()) if initial is None else initial).double(),
         cu_seqlens=cu_seqlens,
+        erases=True,
         reads_before_decay=reads_before_decay,
     )
 
 
-def _document(rows: DeltaOperands, n: int, start: int, end: int) -> DeltaOperands:
+def _document(rows: ScanOperands, n: int, start: int, end: int) -> ScanOperands:
     """Document n alone."""
-    *by_token, initial, _, reads_before_decay, _ = rows
-    return DeltaOperands(*(x[:, start:end] for x in by_token), initial[n : n + 1], None, reads_before_decay)
+    *by_token, initial, _, erases, reads_before_decay, _ = rows
+    return ScanOperands(*(x[:, start:end] for x in by_token), initial[n : n + 1], None, erases, reads_before_decay)
 
 
-def _recurrence(rows: DeltaOperands, scale: float) -> tuple[Tensor, Tensor]:
+def _recurrence(rows: ScanOperands, scale: float) -> tuple[Tensor, Tensor]:
     """``oracle`` for what ``_filled`` gives, without documents."""
-    *by_token, state, _, reads_before_decay, _ = rows
+    *by_token, state, _, _, reads_before_decay, _ = rows
     outputs = []
-    for q, a, b, v, rate, weight, log_decay in zip(*(x.unbind(1) for x in by_token), strict=True):
+    for q, a, b, v, beta, write, log_decay in zip(*(x.unbind(1) for x in by_token), strict=True):
         undecayed, state = state, state * log_decay.exp().unsqueeze(-2)
         for j in range(b.shape[1]):
             read = undecayed if j == 0 and reads_before_decay else state
             erased = torch.einsum("bhvk,bhk->bhv", read, a[:, j])
-            u = weight[:, j, :, None] * v[:, j] - rate[:, j, :, None] * erased
+            u = write[:, j, :, None] * v[:, j] - beta[:, j, :, None] * erased
             state = state + u.unsqueeze(-1) * b[:, j].unsqueeze(-2)
         outputs.append(scale * torch.einsum("bhvk,bhk->bhv", state, q))
     nothing = rows.v.new_empty(rows.v.shape[0], 0, *rows.v.shape[3:])
@@ -163,7 +164,7 @@ ERASING: dict[str, Callable[..., Transition]] = {
 
 @pytest.mark.parametrize("name", ERASING)
 def test_oracle_is_the_definition(name: str) -> None:
-    """``scan`` loops over ``Transition.apply``, the oracle over the rows that the transition lowers to."""
+    """``scan`` loops over ``Transition.apply``, the oracle over the micro-steps that the transition lowers to."""
     batch, seq_len, num_steps, num_heads, heads, key_dim = 2, 9, 1 if "before" in name else 3, 2, 4, 6
     double: dict[str, Any] = {"dtype": torch.float64}
     q = torch.randn(batch, seq_len, num_heads, key_dim, **double)
@@ -172,17 +173,14 @@ def test_oracle_is_the_definition(name: str) -> None:
     beta, write = (torch.rand(batch, seq_len, num_steps, heads, **double) for _ in range(2))
     transition = ERASING[name](k, u, 2 * beta, -torch.rand(batch, seq_len, heads, key_dim, **double))
     wanted = scan(q, k, v, transition, write=write, form="recurrent", scale=SCALE, backend="torch")
-    rows = merge_write(transition.lower(), k, v, write)
-    assert rows.read is not None
-    a, b, values = (x.flatten(1, 2) for x in (rows.read, rows.key, rows.value))
-    operands = DeltaOperands(q, a, b, values, None, None, rows.log_decay, None, None, rows.reads_before_decay)
+    operands = scan_operands(q, k, v, transition.lower(), write=write)
     for x, y in zip(oracle(operands, SCALE), wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-def expect_recurrent(operands: DeltaOperands, limit: float = 1e-6) -> tuple[Tensor, Tensor]:
+def expect_recurrent(operands: ScanOperands, limit: float = 1e-6) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        got, wanted = delta_recurrent_forward(operands, scale=SCALE), oracle(operands, SCALE)
+        got, wanted = recurrent_forward(operands, scale=SCALE), oracle(operands, SCALE)
     assert got[0].dtype == operands.q.dtype and got[1].dtype == torch.float32
     for name, x, y in zip(("output", "final_state"), got, wanted, strict=True):
         assert x.shape == y.shape
@@ -192,7 +190,7 @@ def expect_recurrent(operands: DeltaOperands, limit: float = 1e-6) -> tuple[Tens
 
 
 FREE = ()
-ABSENT = [TIED, FREE, ("a", "rate"), ("weight", "initial_state"), ("a", "rate", "weight", "initial_state")]
+ABSENT = [TIED, FREE, ("a", "erase_beta"), ("write", "initial_state"), ("a", "erase_beta", "write", "initial_state")]
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -277,7 +275,7 @@ def test_recurrent_gates(decay: str, reads_before_decay: bool) -> None:
     expect_recurrent(draw_delta(decay, seq_len=17, num_steps=2, gate=mixed, reads_before_decay=reads_before_decay))
 
 
-@pytest.mark.parametrize("name", ["q", "a", "b", "v", "rate", "weight", "log_decay", "initial_state"])
+@pytest.mark.parametrize("name", ["q", "a", "b", "v", "erase_beta", "write", "log_decay", "initial_state"])
 def test_recurrent_shows_a_nan(name: str) -> None:
     """A NaN stands in the results where it does in those of the definition, and nowhere else."""
     for decay in ("scalar", "diagonal"):
@@ -286,7 +284,7 @@ def test_recurrent_shows_a_nan(name: str) -> None:
         poisoned.view(-1)[poisoned.numel() // 2] = torch.nan
         operands = operands._replace(**{name: poisoned})
         with torch.no_grad():
-            results = zip(delta_recurrent_forward(operands, scale=SCALE), oracle(operands, SCALE), strict=True)
+            results = zip(recurrent_forward(operands, scale=SCALE), oracle(operands, SCALE), strict=True)
         wrong = [x for x, y in results if not torch.equal(x.isnan(), y.isnan())]
         assert wrong == [] and oracle(operands, SCALE)[0].isnan().any()
 
@@ -296,23 +294,23 @@ def test_recurrent_memory(decay: str) -> None:
     """What lies behind or before a tensor, or where nothing was written yet, reaches no result; nor does the layout."""
     operands = draw_delta(decay, seq_len=6, num_steps=2, dims=(20, 12), documents=[0, 2, 5], absent=())
     with torch.no_grad():
-        wanted = delta_recurrent_forward(operands, scale=SCALE)
+        wanted = recurrent_forward(operands, scale=SCALE)
         for layout in (between_nans, every_second, transposed):
-            got = delta_recurrent_forward(laid_out(operands, layout), scale=SCALE)
+            got = recurrent_forward(laid_out(operands, layout), scale=SCALE)
             assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True)), layout.__name__
         torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
         try:
-            got = delta_recurrent_forward(operands, scale=SCALE)
+            got = recurrent_forward(operands, scale=SCALE)
         finally:
             torch.use_deterministic_algorithms(False)
         assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
 
 
-def laid_out(operands: DeltaOperands, layout: Callable[[Tensor], Tensor]) -> DeltaOperands:
+def laid_out(operands: ScanOperands, layout: Callable[[Tensor], Tensor]) -> ScanOperands:
     def moved(x: Tensor | bool | None) -> Any:
         return layout(x.detach()).requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    return DeltaOperands(*map(moved, operands))
+    return ScanOperands(*map(moved, operands))
 
 
 def between_nans(x: Tensor) -> Tensor:

@@ -37,9 +37,7 @@ from interpreted_delta import (  # noqa: E402
 
 from statemix import scan  # noqa: E402
 from statemix.harness import CATALOGUE, Sizes, check_transition  # noqa: E402
-from statemix.kernels import delta_triton, launch_config  # noqa: E402
-from statemix.kernels.delta_op import delta_scan  # noqa: E402
-from statemix.kernels.delta_operands import DeltaOperands  # noqa: E402
+from statemix.kernels import ScanOperands, chunk_kernels, delta_triton, launch_config  # noqa: E402
 from statemix.kernels.gate_triton import cumulative_gate  # noqa: E402
 from statemix.kernels.inverse_triton import inverse_products  # noqa: E402
 from statemix.kernels.launch_config import DeltaConfig, Tiles  # noqa: E402
@@ -51,13 +49,13 @@ FLOAT16 = 8e-3, 2e-2  # chunk states, corrected values and products are rounded 
 ONE_HEAD = (1, 1, 1, 1)
 
 Results = dict[str, Tensor]
-Run = Callable[[DeltaOperands], tuple[Tensor, Tensor]]
+Run = Callable[[ScanOperands], tuple[Tensor, Tensor]]
 
-kernels: Run = functools.partial(delta_scan, scale=SCALE)
+kernels: Run = functools.partial(chunk_kernels, scale=SCALE)
 definition: Run = functools.partial(oracle, scale=SCALE)
 
 
-def leaves(operands: DeltaOperands) -> Results:
+def leaves(operands: ScanOperands) -> Results:
     return {name: x for name, x in operands._asdict().items() if isinstance(x, Tensor) and x.requires_grad}
 
 
@@ -67,7 +65,7 @@ def upstream(results: tuple[Tensor, ...]) -> list[Tensor]:
     return [(torch.randint(-16, 17, x.shape, generator=generator) / 8).to(x.dtype) for x in results]
 
 
-def differentiate(operands: DeltaOperands, run: Run, loss: str = "both") -> Results:
+def differentiate(operands: ScanOperands, run: Run, loss: str = "both") -> Results:
     """Results and the gradient of every leaf for a loss on the output, the final state or both."""
     results, wanted = run(operands), leaves(operands)
     chosen = {"both": slice(None), "output": slice(0, 1), "state": slice(1, 2)}[loss]
@@ -89,7 +87,7 @@ def expect_equal(got: Results, wanted: Results) -> None:
         assert torch.equal(got[name], x), f"{name}: {(got[name] - x).abs().max():.3g}"
 
 
-def expect_definition(operands: DeltaOperands, limits: tuple[float, float] = FLOAT32, loss: str = "both") -> Results:
+def expect_definition(operands: ScanOperands, limits: tuple[float, float] = FLOAT32, loss: str = "both") -> Results:
     got = differentiate(operands, kernels, loss)
     expect_close(got, differentiate(operands, definition, loss), limits)
     return got
@@ -118,7 +116,7 @@ def test_operands(decay: str, num_steps: int, seq_len: int) -> None:
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("absent", [("a", "rate"), ("weight", "initial_state"), ("a", "rate", "weight")])
+@pytest.mark.parametrize("absent", [("a", "erase_beta"), ("write", "initial_state"), ("a", "erase_beta", "write")])
 def test_operands_absent(decay: str, absent: Collection[str]) -> None:
     expect_definition(draw_delta(decay, seq_len=17, num_steps=2, heads=ONE_HEAD, absent=absent))
 
@@ -151,7 +149,7 @@ def test_blocks_share_a_value_and_add_up(decay: str) -> None:
         heads=(3, 3, 3, 3),
         dims=(12, 4),
         documents=[0, 0, 5, 11],
-        absent=("weight",),
+        absent=("write",),
         reads_before_decay=True,
         blocks=3,
     )
@@ -254,7 +252,7 @@ def test_segments_packed(decay: str) -> None:
     expect_segments(operands, loss=loss)
 
 
-def expect_segments(operands: DeltaOperands, loss: str) -> None:
+def expect_segments(operands: ScanOperands, loss: str) -> None:
     """The definition, and bit by bit the same when backward walks the segments once more."""
     assert delta_triton._plan(operands).cut.segments is not None
     got = expect_definition(operands, loss=loss)
@@ -311,13 +309,13 @@ def test_equal_keys(beta: float) -> None:
     """o_t = v_t for beta 1, 2 v_t - o_{t-1} for beta 2: powers of A would reach 1e20."""
     operands = draw_delta("none", seq_len=100, heads=ONE_HEAD, absent=("a", "initial_state"))
     key = torch.full_like(operands.q, 0.25)  # of 16 channels: its length is 1 in float32 too
-    assert operands.rate is not None
-    rate = torch.full_like(operands.rate, beta)
-    operands = operands._replace(q=key, b=key, rate=rate, weight=rate)
+    assert operands.erase_beta is not None
+    beta_of_all = torch.full_like(operands.erase_beta, beta)
+    operands = operands._replace(q=key, b=key, erase_beta=beta_of_all, write=beta_of_all)
     output = torch.zeros(1, 1, 1, operands.v.shape[-1], dtype=torch.float64)
     for t, v in enumerate(operands.v.detach().double().split(1, dim=1)):
         output = torch.cat([output, (1 - beta) * output[:, t : t + 1] + beta * v], dim=1)
-    expect_close({"output": delta_scan(operands, scale=1.0)[0].detach()}, {"output": output[:, 1:]})
+    expect_close({"output": chunk_kernels(operands, scale=1.0)[0].detach()}, {"output": output[:, 1:]})
 
 
 @pytest.mark.parametrize(
@@ -329,7 +327,7 @@ def test_counts_are_expanded_sequences(decay: str, reads_before_decay: bool) -> 
         decay, seq_len=15, num_steps=3, heads=ONE_HEAD, absent=FREE, reads_before_decay=reads_before_decay
     )
 
-    def expanded(operands: DeltaOperands) -> tuple[Tensor, Tensor]:
+    def expanded(operands: ScanOperands) -> tuple[Tensor, Tensor]:
         n, gate = operands.num_steps, operands.log_decay
         gate = None if gate is None else alone(gate, 0, n)
         output, state = kernels(operands._replace(q=alone(operands.q, n - 1, n), log_decay=gate))
@@ -350,12 +348,10 @@ def test_recomputed(decay: str) -> None:
     wanted = differentiate(operands, kernels)
     expect_equal(differentiate(operands, functools.partial(kernels, recompute=True)), wanted)
     with torch.no_grad():
-        output, final, saved = delta_triton.delta_forward(operands, scale=SCALE, save=False)
+        output, final, saved = delta_triton.forward(operands, scale=SCALE, save=False)
         expect_equal(wanted, {"output": output, "final_state": final})
-        grads = delta_triton.delta_backward(
-            *upstream((output, final)), operands, saved, scale=SCALE, needs_decay_grad=False
-        )
-    assert saved == [] and grads.log_decay is None
+        grads = delta_triton.backward(*upstream((output, final)), operands, saved, scale=SCALE, needs_decay_grad=False)
+    assert saved is None and grads.log_decay is None
     expect_equal(wanted, {name: x for name, x in grads._asdict().items() if x is not None})
 
 
@@ -368,7 +364,7 @@ def test_future(decay: str) -> None:
         expect_equal(prefix(spliced(given, other, present), present), prefix(given, present))
 
 
-def spliced(given: DeltaOperands, other: DeltaOperands, present: int) -> DeltaOperands:
+def spliced(given: ScanOperands, other: ScanOperands, present: int) -> ScanOperands:
     """The first tokens of ``given``, then those of ``other`` with values and gates 200 times as large."""
     changed = {}
     for name, x in leaves(given).items():
@@ -379,7 +375,7 @@ def spliced(given: DeltaOperands, other: DeltaOperands, present: int) -> DeltaOp
     return given._replace(**changed)
 
 
-def prefix(operands: DeltaOperands, present: int) -> Results:
+def prefix(operands: ScanOperands, present: int) -> Results:
     """Outputs and gradients of the first tokens for a loss on those outputs."""
     output, wanted = kernels(operands)[0][:, :present], leaves(operands)
     grads = torch.autograd.grad(output, [*wanted.values()], upstream((output,)))
@@ -408,7 +404,7 @@ def test_heads(decay: str) -> None:
     expect_equal({name: got[name].flip(axis) for name, axis in axes.items()}, {name: wanted[name] for name in axes})
 
 
-def squared(operands: DeltaOperands) -> tuple[Tensor, Tensor]:
+def squared(operands: ScanOperands) -> tuple[Tensor, Tensor]:
     """Weighed as single numbers: a loss that has no order of heads and rows of its own."""
     output, state = kernels(operands)
     return output.square().sum(), state.square().sum()
@@ -454,12 +450,12 @@ def test_inverse(decay: str, size: int, reads_before_decay: bool) -> None:
         decay, seq_len=2 * size - 5, heads=ONE_HEAD, absent=("a",), reads_before_decay=reads_before_decay
     )
     equal = F.normalize(torch.ones_like(operands.b), dim=-1)
-    for given in (operands, operands._replace(b=equal, rate=torch.full_like(operands.rate, 2.0))):  # type: ignore[arg-type]
+    for given in (operands, operands._replace(b=equal, erase_beta=torch.full_like(operands.erase_beta, 2.0))):  # type: ignore[arg-type]
         with torch.no_grad():
             expect_inverse(given, size)
 
 
-def expect_inverse(operands: DeltaOperands, size: int) -> None:
+def expect_inverse(operands: ScanOperands, size: int) -> None:
     chunks, gate = batch_spans(1, operands.q.shape[1], size), operands.log_decay
     prepared = None if gate is None else cumulative_gate(gate, chunks)
     made = inverse_products(
@@ -469,12 +465,12 @@ def expect_inverse(operands: DeltaOperands, size: int) -> None:
         max_registers=None,
         needs_inverse=True,
     )
-    assert made.inverse is not None and operands.rate is not None
+    assert made.inverse is not None and operands.erase_beta is not None
     if gate is None:
         assert made.inverse.abs().max() <= 2 + 1e-4, "unit keys and rates up to 2 keep the inverse at 2"
     gates = torch.zeros(operands.q.shape[:2]) if gate is None else gate[..., 0]
     q, b, rate, gates = (
-        x[0].double().split(size) for x in (operands.q[:, :, 0], operands.b[:, :, 0], operands.rate, gates)
+        x[0].double().split(size) for x in (operands.q[:, :, 0], operands.b[:, :, 0], operands.erase_beta, gates)
     )
     for c, key in enumerate(made.key[0, :, 0].split(size)):
         total, count = gates[c].cumsum(0), len(key)

@@ -41,8 +41,8 @@ def test_products_carry_the_decay_between_their_tokens(
     upto = log_decay.expand(C, K).cumsum(0)
     before = upto - log_decay
     rows = [before if first_reads_before and p == 0 else upto for p in range(num_left)]
-    torch.testing.assert_close(products.left_reach, left * torch.stack(rows, dim=1).exp())
-    torch.testing.assert_close(products.right_rest, right * (upto[-1] - upto).exp().unsqueeze(1))
+    torch.testing.assert_close(products.left_from_start, left * torch.stack(rows, dim=1).exp())
+    torch.testing.assert_close(products.right_to_end, right * (upto[-1] - upto).exp().unsqueeze(1))
     assert products.total is not None
     torch.testing.assert_close(products.total, log_decay.sum(0).exp())
 
@@ -52,6 +52,6 @@ def test_nothing_overflows_at_the_steepest_decays(channels: int) -> None:
     left = torch.randn(C, 1, K, requires_grad=True)
     log_decay = torch.full((C, channels), -1000.0, requires_grad=True)
     products = chunk_products(left, left, log_decay, first_reads_before=False)
-    total = products.pairs.sum() + products.left_reach.sum() + products.right_rest.sum()
+    total = products.pairs.sum() + products.left_from_start.sum() + products.right_to_end.sum()
     grads = torch.autograd.grad(total, (left, log_decay))
     assert all(bool(x.isfinite().all()) for x in (total, *grads))

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from statemix.kernels import launch as module
-from statemix.kernels.additive_operands import AdditiveOperands
-from statemix.kernels.delta_operands import DeltaOperands
 from statemix.kernels.launch import recording
 from statemix.kernels.launch_config import (
     AdditiveConfig,
@@ -21,6 +19,7 @@ from statemix.kernels.launch_config import (
     delta_config,
     override,
 )
+from statemix.kernels.operands import ScanOperands
 
 
 class Kernel:
@@ -86,12 +85,16 @@ def test_a_limit_of_registers_reaches_the_compiler_and_is_compiled_for() -> None
     assert kernel.num_compiled == 2 and [given.get("maxnreg") for given in options[:2]] == [None, 128]
 
 
+def scan_of(x: torch.Tensor, gate: Any, offsets: Any, *, erases: bool) -> ScanOperands:
+    return ScanOperands(x, None, x, x, None, None, gate, None, offsets, erases)
+
+
 def test_a_plan_that_was_made_before_does_not_hide_a_tuned_row() -> None:
     pytest.importorskip("triton")
     from statemix.kernels.additive_triton import _plan
 
     x = torch.zeros(1, 130, 1, 64, dtype=torch.bfloat16)
-    operands = AdditiveOperands(x, x, x, None, None, None)
+    operands = scan_of(x, None, None, erases=False)
     row = TunedRow("sm_90", 64, 64, torch.bfloat16, AdditiveConfig.uniform(32, Tiles(64, 4, 1)))
     with compile_for("sm_90"):
         before = _plan(operands).cut.chunks.count
@@ -100,20 +103,16 @@ def test_a_plan_that_was_made_before_does_not_hide_a_tuned_row() -> None:
         assert _plan(operands).cut.chunks.count == before == 3
 
 
-def forward_then_backward(operands: AdditiveOperands | DeltaOperands, first: TunedRow, then: TunedRow) -> None:
-    """A scan whose backward pass runs with other tiles than its forward pass."""
-    pytest.importorskip("triton")
-    from statemix.kernels.additive_triton import additive_backward, additive_forward
-    from statemix.kernels.delta_triton import delta_backward, delta_forward
+def forward_then_backward(operands: ScanOperands, first: TunedRow, then: TunedRow) -> None:
+    """Both passes on the meta device, each under a row of its own."""
+    from statemix.kernels import additive_triton, delta_triton
 
-    is_delta = isinstance(operands, DeltaOperands)
-    forward: Any = delta_forward if is_delta else additive_forward
-    backward: Any = delta_backward if is_delta else additive_backward
+    kernels = delta_triton if operands.erases else additive_triton
     with compile_for("sm_90"), recording():
         with override([first]):
-            output, _, saved = forward(operands, scale=1.0, save=True)
+            output, _, saved = kernels.forward(operands, scale=1.0, save=True)
         with override([then]):
-            backward(output, None, operands, saved, scale=1.0, needs_decay_grad=True)
+            kernels.backward(output, None, operands, saved, scale=1.0, needs_decay_grad=True)
 
 
 SIZES = (64, 64, torch.bfloat16)
@@ -146,11 +145,7 @@ def test_a_backward_pass_that_would_cut_otherwise_than_its_forward_pass_is_refus
     offsets = torch.empty(documents + 1, dtype=torch.int32, device="meta") if documents else None
     gate = {"scalar": x[..., 0].float(), "diagonal": x.float()}.get(decay or "")
     is_refused = then != SAME and (present is DELTA or "fill" not in then)
-    operands = (
-        DeltaOperands(x, None, x, x, None, None, gate, None, offsets, False)
-        if present is DELTA
-        else AdditiveOperands(x, x, x, gate, None, offsets)
-    )
+    operands = scan_of(x, gate, offsets, erases=present is DELTA)
     rows_of = [TunedRow("sm_90", *SIZES, replace(present, **change)) for change in (first, then)]
     with pytest.raises(ValueError, match="tiles: .*backward inside the same") if is_refused else nullcontext():
         forward_then_backward(operands, *rows_of)

@@ -165,7 +165,7 @@ class Forgets(Transition):
 
 
 class Erases(Transition):
-    """e^g (I - beta_t k_t k_t^T), with the rate multiplied in or beside, and a fixed decay that is made, not given."""
+    """e^g (I - beta_t k_t k_t^T), with beta beside the erase pair, and a fixed decay that is made, not given."""
 
     key: UnitKey
     beta: Rate
@@ -177,10 +177,7 @@ class Erases(Transition):
         return decayed - (self.beta[..., None] * read)[..., None] * self.key.unsqueeze(-2)
 
     def lower(self) -> NormalForm:
-        return self.lower_factored().multiplied()
-
-    def lower_factored(self) -> NormalForm:
-        return NormalForm(2 * self.log_gamma, erase=(self.key, self.key), rate=self.beta)
+        return NormalForm(2 * self.log_gamma, erase=(self.key, self.key), erase_beta=self.beta)
 
 
 @pytest.mark.parametrize("num_heads", [1, 2])
@@ -196,7 +193,7 @@ def test_a_transition_that_knows_no_blocks_has_them_nonetheless(name: str, is_sh
     if name == "product":
         inner = Forgets(key, beta) @ Householder(key, beta)
     transition = BlockDiagonal(inner, blocks)
-    erase = transition.lower_factored().erase
+    erase = transition.lower().erase
     assert erase is None or erase[1] is key
     results = [scan(q, key, v, transition, write=transition.natural_write, form=form) for form in FORMS]
     grads = [torch.autograd.grad([x.square().sum() for x in result], [key, beta]) for result in results]

@@ -164,7 +164,8 @@ def test_explain_says_which_direction_is_erased() -> None:
     beta, key = torch.rand(B, 20, HV), unit(B, 20, H, K)
     q, v = torch.randn(B, 20, H, K), torch.randn(B, 20, HV, V)
     assert "write key" in explain(q, key, v, Householder(key, beta)).reason
-    assert "direction of its own" in explain(q, key, v, Householder(key.clone(), beta)).reason
+    assert "write key" in explain(q, key, v, Householder(key.clone(), beta)).reason
+    assert "direction of its own" in explain(q, key, v, Householder(unit(B, 20, H, K), beta)).reason
     assert "tokens" in explain(q[:, :1], key[:, :1], v[:, :1], Identity()).reason
 
 
