@@ -286,12 +286,11 @@ def _largest(records: Iterable[Record], *, is_gradient: bool) -> float:
 
 
 def _origin(records: Sequence[Record]) -> str:
-    """Device, versions and dates."""
-    origin = []
-    for gpu in dict.fromkeys(r["gpu"] for r in records):
-        origin.append(gpu)
+    """Device, versions, where records have them, and dates."""
+    origin = list(dict.fromkeys(r["gpu"] for r in records))
     for package in ("torch", "triton", "statemix"):
-        origin.append(f"{package} {' and '.join(sorted({r['versions'].get(package, '?') for r in records}))}")
+        if versions := sorted({r["versions"][package] for r in records if package in r["versions"]}):
+            origin.append(f"{package} {' and '.join(versions)}")
     return ", ".join([*origin, " and ".join(sorted({r["date"] for r in records}))])
 
 
