@@ -7,8 +7,8 @@ from pathlib import Path
 
 from statemix.plugins import Plugin, PluginError, load_file, run_file
 from statemix.transitions import Transition
-from statemix.transitions.fields_module import recipe_name
-from statemix.transitions.plugin import transitions_of
+from statemix.transitions.modules.fields_module import recipe_name
+from statemix.transitions.modules.plugin import transitions_of
 
 from .first_call import expect_callable
 from .problem import Sizes

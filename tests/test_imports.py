@@ -3,6 +3,9 @@
 import ast
 import subprocess
 import sys
+import tomllib
+from collections.abc import Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,39 @@ def test_imports_point_one_way(folder: str) -> None:
         if found := folders_imported_by(source) - ALLOWED[folder] - own:
             wrong[str(file.relative_to(ROOT))] = sorted(found)
     assert not wrong, f"{folder} may import {sorted(ALLOWED[folder])} absolutely, and itself relatively"
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package with its file."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        folders = tomllib.load(file)["tool"]["setuptools"]["package-dir"]
+    return {
+        package if file.stem == "__init__" else f"{package}.{file.stem}": file
+        for package, folder in folders.items()
+        for file in (ROOT / folder).glob("*.py")
+    }
+
+
+def modules_imported_by(module: str, files: Mapping[str, Path]) -> set[str]:
+    """Modules of the package that one names, in functions too; a name of a package counts as the package."""
+    package = module if files[module].stem == "__init__" else module.rpartition(".")[0]
+    named = set()
+    for node in ast.walk(ast.parse(files[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            named.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            origin = ".".join(filter(None, (base, node.module)))
+            inner = {f"{origin}.{alias.name}" for alias in node.names}
+            named |= inner & files.keys() or {origin}
+    return named & files.keys() - {module}
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    files = modules()
+    graph = {module: modules_imported_by(module, files) for module in files}
+    assert graph["statemix.transitions.product"] >= {"statemix.transitions.base", "statemix.transitions.householder"}
+    TopologicalSorter(graph).prepare()  # a CycleError names the files
 
 
 def test_scan_runs_without_triton_and_imports_nothing_it_does_not_need() -> None:

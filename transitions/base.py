@@ -44,12 +44,17 @@ class Transition(ABC):
     is_diagonal: ClassVar[bool] = False
     lowers_blocks: ClassVar[bool] = False
 
-    def __init_subclass__(cls) -> None:
+    _composition: ClassVar[Callable[["Transition", "Transition"], "Transition"]]
+
+    def __init_subclass__(cls, *, is_composition: bool = False) -> None:
+        """Make the class a frozen dataclass and a pytree; ``is_composition`` is for the class that ``@`` makes."""
         super().__init_subclass__()
         dataclass(frozen=True, eq=False, repr=False)(cls)
         if "apply" in cls.__dict__:
             cls.apply = _one_write_and_value_heads(cls.apply)  # type: ignore[assignment, method-assign]
         register_pytree_node(cls, cls._flatten, functools.partial(_unflatten, cls))
+        if is_composition:
+            Transition._composition = cls
         with contextlib.suppress(NameError):  # annotations that name what is defined further down are read later
             cls.layout()
 
@@ -98,7 +103,7 @@ class Transition(ABC):
         """The transition of token t: fields without their T axis."""
         steps = self.steps()
         if steps[0] is not self:
-            return functools.reduce(_compose, [step.at(t) for step in steps])
+            return functools.reduce(Transition._composition, [step.at(t) for step in steps])
         return self.map_tensors(lambda kind, x: x.select(1, t) if kind.is_per_token else x)
 
     def tokens(self, seq_len: int) -> list[Self]:
@@ -118,7 +123,7 @@ class Transition(ABC):
 
     def __matmul__(self, other: "Transition") -> "Transition":
         """M = (M of self)(M of other): self acts on the state first."""
-        return _compose(self, other) if isinstance(other, Transition) else NotImplemented
+        return Transition._composition(self, other) if isinstance(other, Transition) else NotImplemented
 
     @classmethod
     def example(
@@ -250,12 +255,6 @@ def _one_write_and_value_heads(apply: Apply) -> Apply:
         return apply(self.expand_heads(state.shape[-3]), state)
 
     return wrapped
-
-
-def _compose(left: Transition, right: Transition) -> Transition:
-    from .product import Product
-
-    return Product(left, right)
 
 
 def _fields(cls: type) -> tuple[Any, ...]:

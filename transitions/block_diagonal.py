@@ -18,9 +18,11 @@ from torch import Tensor
 from statemix.kernels import NormalForm
 
 from .base import Transition
+from .householder import Householder
 from .kinds import Kind
-from .module import FactorConfig, HeadSizes, TransitionModule
-from .registry import TransitionSpec, build_transition, register
+from .modules.module import FactorConfig, HeadSizes, TransitionModule
+from .modules.registry import TransitionSpec, register
+from .product import build_transition
 
 
 class BlockDiagonal(Transition):
@@ -115,8 +117,6 @@ class BlockDiagonal(Transition):
         cls, batch: int, seq_len: int, num_heads: int, key_dim: int, generator: torch.Generator | None = None
     ) -> Self:
         """Two blocks of a Householder, its directions of length one in each."""
-        from .householder import Householder
-
         whole = Householder.example(batch, seq_len, num_heads, key_dim, generator)
         by_block = whole.direction.unflatten(-1, (2, -1))
         return cls(Householder((by_block / by_block.norm(dim=-1, keepdim=True)).flatten(-2, -1), whole.beta), 2)

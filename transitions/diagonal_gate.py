@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from statemix.kernels import NormalForm
 
 from .base import Transition
-from .decay_rate import LogSigmoidDecay, SoftplusDecay
 from .kinds import KeyLogDecay
-from .module import FactorConfig, HeadSizes, TransitionModule
-from .registry import register
+from .modules.decay_rate import LogSigmoidDecay, SoftplusDecay
+from .modules.module import FactorConfig, HeadSizes, TransitionModule
+from .modules.registry import register
 
 
 class DiagonalGate(Transition):

@@ -13,8 +13,8 @@ from statemix.kernels import NormalForm
 
 from .base import Transition
 from .kinds import Constant
-from .module import FactorConfig, HeadSizes, TransitionModule
-from .registry import register
+from .modules.module import FactorConfig, HeadSizes, TransitionModule
+from .modules.registry import register
 
 
 class FixedDecay(Transition):

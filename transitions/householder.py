@@ -22,8 +22,8 @@ from statemix.kernels import NormalForm
 
 from .base import Transition
 from .kinds import Rate2, UnitKey
-from .module import FactorConfig, HeadSizes, TransitionModule, at_least_float32
-from .registry import register
+from .modules.module import FactorConfig, HeadSizes, TransitionModule, at_least_float32
+from .modules.registry import register
 
 
 class Householder(Transition):

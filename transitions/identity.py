@@ -11,8 +11,8 @@ from torch import Tensor
 from statemix.kernels import NormalForm
 
 from .base import Transition
-from .module import FactorConfig, HeadSizes, TransitionModule
-from .registry import register
+from .modules.module import FactorConfig, HeadSizes, TransitionModule
+from .modules.registry import register
 
 
 class Identity(Transition):

@@ -9,19 +9,24 @@ Source: arXiv:2412.06464 section 3 (gated delta rule).
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from statemix.kernels import NormalForm, expand_heads
 from statemix.kernels.normal_form import repeat_to, with_last_axis, with_steps
 
 from .base import Transition
+from .diagonal_gate import DiagonalGate
+from .householder import Householder
+from .modules.module import FactorConfig, HeadSizes, TransitionModule
+from .modules.registry import TRANSITIONS
 
 
-class Product(Transition):
+class Product(Transition, is_composition=True):
     """M_t = A_t B_t. ``A @ B`` is the short form; compiled code calls the class, which the compiler can trace.
 
     Attributes:
@@ -114,11 +119,44 @@ class Product(Transition):
         cls, batch: int, seq_len: int, num_heads: int, key_dim: int, generator: torch.Generator | None = None
     ) -> Self:
         """DiagonalGate @ Householder."""
-        from .diagonal_gate import DiagonalGate
-        from .householder import Householder
-
         draw = functools.partial(_draw, batch, seq_len, num_heads, key_dim, generator)
         return cls(draw(DiagonalGate), draw(Householder))
+
+
+class ProductModule(TransitionModule):
+    """M_t as a product of factors; the writes multiply."""
+
+    def __init__(self, factors: Sequence[TransitionModule]) -> None:
+        super().__init__()
+        if sum(f.num_writes > 1 for f in factors) > 1:
+            raise ValueError("transition: expected at most one factor with count > 1, got several; merge their counts")
+        self.factors = nn.ModuleList(factors)
+        self.num_writes = max(f.num_writes for f in factors)
+        self.needs_unit_keys = any(f.needs_unit_keys for f in factors)
+        self.blocks = max(f.blocks for f in factors)
+        self.formula = " ".join(f"({f.formula})" if " - " in f.formula else f.formula for f in factors)
+
+    def forward(self, hidden: Tensor, key: Tensor) -> tuple[Transition, Tensor | None]:
+        transition: Transition | None = None
+        write: Tensor | None = None
+        for factor in self.factors:
+            value, factor_write = factor(hidden, key)
+            transition = value if transition is None else Product(transition, value)
+            if factor_write is not None:
+                write = factor_write if write is None else write * factor_write
+        assert transition is not None
+        return transition, write
+
+    def reset_parameters(self) -> None:
+        for factor in self.factors:
+            assert isinstance(factor, TransitionModule)
+            factor.reset_parameters()
+
+
+def build_transition(spec: tuple[FactorConfig, ...], sizes: HeadSizes) -> TransitionModule:
+    """The module of a validated ``TransitionSpec``."""
+    factors = [TRANSITIONS.class_of(config)(config, sizes) for config in spec]
+    return factors[0] if len(factors) == 1 else ProductModule(factors)
 
 
 def _draw(

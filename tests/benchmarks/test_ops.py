@@ -6,7 +6,7 @@ import torch
 from statemix import scan
 from statemix.benchmarks.ops import OPS, SHAPES, Sizes, find_ops, names_of, random_operands
 from statemix.harness.recurrences import RECURRENCES
-from statemix.transitions.registry import transition_names
+from statemix.transitions.modules.registry import transition_names
 
 SIZES = Sizes(2, 70, 2, 4, 24, 40)
 

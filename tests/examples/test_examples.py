@@ -12,7 +12,7 @@ from statemix.harness import Report
 from statemix.harness.user_file import check_file, load_transition
 from statemix.recipes import build, load
 from statemix.training import load_model, train
-from statemix.transitions.fields_module import recipe_name
+from statemix.transitions.modules.fields_module import recipe_name
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 CLASSES = {

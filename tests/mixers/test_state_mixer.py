@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from statemix.mixers import RMSNorm, StateMixer, build_mixer
 from statemix.mixers.key_norm import unit_length
-from statemix.transitions import choice
+from statemix.transitions.engine import choice
 
 CASES: dict[str, dict[str, Any]] = {
     "gated_delta": {"transition": "gated_deltanet", "conv_size": 4, "conv_bias": True, "output_gate": "silu"},

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from statemix.plugins import PluginError, has_run, load_file, run_file
-from statemix.transitions.plugin import transitions_of
+from statemix.transitions.modules.plugin import transitions_of
 
 GATE = """\
 from statemix.transitions import LogDecay, Transition

@@ -21,8 +21,8 @@ from statemix.transitions import (
     Rate,
     ScalarGate,
     Transition,
-    choice,
 )
+from statemix.transitions.engine import choice
 
 B, T, H, HV, K, V = 1, 40, 1, 2, 6, 4
 

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from statemix import explain, scan, validate
 from statemix.kernels import NormalForm
-from statemix.transitions import Householder, Product, ScalarGate, choice
+from statemix.transitions import Householder, Product, ScalarGate
+from statemix.transitions.engine import choice
 
 T, H, K, V = 12, 2, 4, 3
 ALONG = "erases along the write key"

@@ -25,7 +25,7 @@ from statemix.transitions import (
     build_transition,
     register_transition,
 )
-from statemix.transitions.fields_module import fields_module, recipe_name
+from statemix.transitions.modules.fields_module import fields_module, recipe_name
 
 BATCH, SEQ_LEN = 2, 5
 SIZES = HeadSizes(hidden_size=20, num_heads=2, num_value_heads=4, key_dim=6)

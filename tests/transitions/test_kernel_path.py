@@ -16,7 +16,8 @@ from statemix.harness import CATALOGUE
 from statemix.harness.problem import Problem, Sizes, Subject
 from statemix.harness.transition import as_subject
 from statemix.harness.user_file import load_transition
-from statemix.transitions import DiagonalGate, Householder, Product, choice
+from statemix.transitions import DiagonalGate, Householder, Product
+from statemix.transitions.engine import choice
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 USER_FILES = ("gdn2", "rwkv7", "comba", "longhorn")

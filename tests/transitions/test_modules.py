@@ -20,8 +20,8 @@ from statemix.transitions import (
     TransitionSpec,
     build_transition,
 )
-from statemix.transitions.decay_rate import LogSigmoidDecay, SoftplusDecay
-from statemix.transitions.registry import ALIASES
+from statemix.transitions.modules.decay_rate import LogSigmoidDecay, SoftplusDecay
+from statemix.transitions.modules.registry import ALIASES
 
 SIZES = HeadSizes(hidden_size=24, num_heads=2, num_value_heads=4, key_dim=8)
 SPEC: TypeAdapter[Any] = TypeAdapter(TransitionSpec)

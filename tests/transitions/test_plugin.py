@@ -7,7 +7,7 @@ import pytest
 
 from statemix.plugins import load_file
 from statemix.transitions import TRANSITIONS, transition_names
-from statemix.transitions.plugin import transitions_of
+from statemix.transitions.modules.plugin import transitions_of
 
 GATE = """\
 from statemix.transitions import LogDecay, Transition

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from statemix.kernels import Segment, backend_named, chunk_kernels, chunk_scan, expand_heads, recurrent_kernels
 from statemix.kernels.spans import power_of_2_from
+from statemix.transitions.base import Transition
 
-from .base import Transition
 from .choice import Choice, Explanation, Form, choose, operands_of
 from .inputs import (
     ScanInputs,

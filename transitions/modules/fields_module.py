@@ -21,11 +21,12 @@ import torch
 from pydantic import create_model
 from torch import Tensor, nn
 
-from .base import Transition
-from .block_diagonal import BlockDiagonal
+from statemix.transitions.base import Transition
+from statemix.transitions.block_diagonal import BlockDiagonal
+from statemix.transitions.fixed_decay import FixedDecayModule
+from statemix.transitions.kinds import Kind
+
 from .decay_rate import SoftplusDecay
-from .fixed_decay import FixedDecayModule
-from .kinds import Kind
 from .module import FactorConfig, HeadSizes, TransitionModule, at_least_float32
 from .registry import register
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from statemix.kernels import expand_heads, has_equal_values, is_same
-
-from .base import Transition
-from .block_diagonal import BlockDiagonal
+from statemix.transitions.base import Transition
+from statemix.transitions.block_diagonal import BlockDiagonal
 
 UNIT_TOLERANCE = 2e-2  # a unit vector rounded to bfloat16 is off by up to 2^-8 in length
 

@@ -1,8 +1,8 @@
 """Transitions of plugins: a class that derives from Transition needs no decorator to be named in recipes."""
 
 from statemix.plugins import Plugin, on_plugin
+from statemix.transitions.base import Transition
 
-from .base import Transition
 from .fields_module import fields_module, recipe_name
 from .module import TransitionModule
 from .registry import TRANSITIONS

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from statemix.plugins import Registry
 
-from .module import FactorConfig, HeadSizes, ProductModule, TransitionModule
+from .module import FactorConfig, TransitionModule
 
 _MAMBA2_GATE = {"type": "scalar_gate", "formula": "softplus"}
 
@@ -36,12 +36,6 @@ register = TRANSITIONS.register
 def transition_names() -> tuple[str, ...]:
     """Every name and alias."""
     return TRANSITIONS.names()
-
-
-def build_transition(spec: tuple[FactorConfig, ...], sizes: HeadSizes) -> TransitionModule:
-    """The module of a validated ``TransitionSpec``."""
-    factors = [TRANSITIONS.class_of(config)(config, sizes) for config in spec]
-    return factors[0] if len(factors) == 1 else ProductModule(factors)
 
 
 def _factors(spec: Any) -> tuple[Any, ...]:

@@ -12,7 +12,8 @@ Source: arXiv:2406.06484 section 3.1 and its fully parallel form.
 import torch
 from torch import Tensor
 
-from .base import Transition
+from statemix.transitions.base import Transition
+
 from .scan import scan
 
 

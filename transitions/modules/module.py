@@ -6,7 +6,6 @@ Shapes: B batch, T time, n writes a token, H key heads, HV value heads, K key_di
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,9 +14,7 @@ from pydantic import ConfigDict
 from torch import Tensor, nn
 
 from statemix.plugins import PartConfig
-
-from .base import Transition
-from .product import Product
+from statemix.transitions.base import Transition
 
 
 class FactorConfig(PartConfig):
@@ -61,36 +58,6 @@ class TransitionModule(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw every parameter and buffer anew, also after ``to_empty`` on a model built on the meta device."""
-
-
-class ProductModule(TransitionModule):
-    """M_t as a product of factors; the writes multiply."""
-
-    def __init__(self, factors: Sequence[TransitionModule]) -> None:
-        super().__init__()
-        if sum(f.num_writes > 1 for f in factors) > 1:
-            raise ValueError("transition: expected at most one factor with count > 1, got several; merge their counts")
-        self.factors = nn.ModuleList(factors)
-        self.num_writes = max(f.num_writes for f in factors)
-        self.needs_unit_keys = any(f.needs_unit_keys for f in factors)
-        self.blocks = max(f.blocks for f in factors)
-        self.formula = " ".join(f"({f.formula})" if " - " in f.formula else f.formula for f in factors)
-
-    def forward(self, hidden: Tensor, key: Tensor) -> tuple[Transition, Tensor | None]:
-        transition: Transition | None = None
-        write: Tensor | None = None
-        for factor in self.factors:
-            made, factor_write = factor(hidden, key)
-            transition = made if transition is None else Product(transition, made)
-            if factor_write is not None:
-                write = factor_write if write is None else write * factor_write
-        assert transition is not None
-        return transition, write
-
-    def reset_parameters(self) -> None:
-        for factor in self.factors:
-            assert isinstance(factor, TransitionModule)
-            factor.reset_parameters()
 
 
 def at_least_float32(x: Tensor) -> Tensor:
