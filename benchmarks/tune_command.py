@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from statemix.kernels.availability import LARGEST_HEAD
-from statemix.kernels.launch_config import TunedRow
+from statemix.kernels.launch_config import TunedConfig
 from statemix.kernels.tuning_file import CONFIGS, FORMAT
 
 from . import tuning
@@ -60,12 +60,12 @@ def _tuned_together(names: list[str] | None, key_dim: int) -> list[list[str]]:
     return [[op.name for op in chosen if (op.kernels, op.blocks) == kind] for kind in kinds]
 
 
-def save_tuning(path: str | Path, rows: Sequence[tuple[TunedRow, Mapping[str, Any]]]) -> None:
+def save_tuning(path: str | Path, rows: Sequence[tuple[TunedConfig, Mapping[str, Any]]]) -> None:
     """Write rows, each with what was measured."""
     written = [
         {
             "kernels": next(name for name, config in CONFIGS.items() if type(row.config) is config),
-            "family": row.family,
+            "arch": row.arch,
             "key_dim": row.key_dim,
             "value_dim": row.value_dim,
             "dtype": str(row.dtype).removeprefix("torch."),

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from statemix.harness.recurrences import NamedRecurrence
 from statemix.kernels.launch_config import (
+    Arch,
     Config,
-    Family,
     Tiles,
-    TunedRow,
+    TunedConfig,
     additive_config,
     candidates,
     delta_config,
-    device_family,
+    device_arch,
     override,
 )
 
@@ -71,7 +71,7 @@ class Trial:
     """
 
     config: Config
-    family: Family
+    arch: Arch
     sizes: Sizes
     dtype: torch.dtype
     ops: tuple[str, ...]
@@ -79,9 +79,9 @@ class Trial:
     backend: str
 
     @property
-    def row(self) -> TunedRow:
+    def row(self) -> TunedConfig:
         key_dim = self.sizes.key_dim // find_ops(self.ops)[0].blocks
-        return TunedRow(self.family, key_dim, self.sizes.value_dim, self.dtype, self.config)
+        return TunedConfig(self.arch, key_dim, self.sizes.value_dim, self.dtype, self.config)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Outcome:
 class Tuned:
     """The configuration to keep, and its ``score`` of ``Outcome``, 1 when the present one is the best."""
 
-    row: TunedRow
+    row: TunedConfig
     score: float
     measured: dict[str, Any]
 
@@ -132,9 +132,9 @@ def tune(
     if device.type != "cuda" and backend == "triton":
         raise ValueError(f"tune: expected a GPU, got device {device.type}; the torch forms have no tiles to choose")
     found = find_ops(tuple(ops))
-    family = device_family(device)
-    present = _present_config(found, family, sizes, dtype)
-    first = Trial(present, family, sizes, dtype, tuple(ops), str(device), backend)
+    arch = device_arch(device)
+    present = _present_config(found, arch, sizes, dtype)
+    first = Trial(present, arch, sizes, dtype, tuple(ops), str(device), backend)
     tried = candidates(first.row)
     trials = [replace(first, config=config) for config in tried if matters(config, present, found)]
     num_workers = num_workers or max(1, (os.cpu_count() or 2) - 2)
@@ -159,7 +159,7 @@ def tune(
     return Tuned(replace(first, config=best.config).row, best.score(base), measured)
 
 
-def _present_config(ops: Sequence[NamedRecurrence], family: Family, sizes: Sizes, dtype: torch.dtype) -> Config:
+def _present_config(ops: Sequence[NamedRecurrence], arch: Arch, sizes: Sizes, dtype: torch.dtype) -> Config:
     """The configuration that recurrences of one kind have now."""
     kinds = {(op.kernels, op.blocks) for op in ops}
     if len(kinds) != 1:
@@ -172,7 +172,7 @@ def _present_config(ops: Sequence[NamedRecurrence], family: Family, sizes: Sizes
     if sizes.key_dim % blocks:
         raise ValueError(f"key_dim: expected a multiple of {blocks} blocks, got {sizes.key_dim}; choose another")
     config_of = additive_config if kernels == "additive" else delta_config
-    return config_of(family, sizes.key_dim // blocks, sizes.value_dim, dtype)
+    return config_of(arch, sizes.key_dim // blocks, sizes.value_dim, dtype)
 
 
 def join_best(outcomes: Sequence[Outcome], base: Outcome) -> Config:
@@ -278,16 +278,16 @@ def matters(config: Config, present: Config, ops: Sequence[NamedRecurrence]) -> 
 
 
 def _read_by(op: NamedRecurrence) -> set[str]:
-    """The fields whose kernels a recurrence runs. ``walk`` also has a say in where any is cut, which ``fill`` tries."""
+    """The fields whose kernels a recurrence runs. ``scan`` also has a say in where any is cut, which ``fill`` tries."""
     shared = {"chunk_size", "fill", "summary"}
     has_channels = "channel_decay" in op.uses
     if op.kernels == "additive":
         if has_channels:
-            return {*shared, "channel_walk", "channel_pairs", "channel_gradients"}
-        return {*shared, "walk", "reverse", "gradients"} | ({"saving"} if "scalar_decay" in op.uses else set())
-    shared |= {"products", "product_registers", "reverse"}
-    shared |= {"channel_pairs", "channel_gradients"} if has_channels else {"gradients"}
-    return shared | ({"outputs"} if op.blocks > 1 else {"walk", "saving"})
+            return {*shared, "channel_scan", "channel_scores", "channel_gradients"}
+        return {*shared, "scan", "reverse", "gradients"} | ({"saving"} if "scalar_decay" in op.uses else set())
+    shared |= {"intra_chunk", "max_registers", "reverse"}
+    shared |= {"channel_scores", "channel_gradients"} if has_channels else {"gradients"}
+    return shared | ({"outputs"} if op.blocks > 1 else {"scan", "saving"})
 
 
 def _say(config: Config, present: Config) -> str:

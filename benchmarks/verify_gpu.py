@@ -36,7 +36,7 @@ from statemix.benchmarks.gpu_configurations import Configuration, configurations
 from statemix.benchmarks.measured_on import provenance, source_digest, write_records
 from statemix.benchmarks.ops import OPS, names_of
 from statemix.benchmarks.worker_pool import Done, run_isolated
-from statemix.kernels.launch_config import TunedRow, additive_config, device_family, override
+from statemix.kernels.launch_config import TunedConfig, additive_config, device_arch, override
 
 OUTLIER = 1.3  # times the typical error of its kind
 SMALLEST_SAMPLE = 2048  # elements; the error of fewer varies by more than OUTLIER of itself
@@ -93,11 +93,11 @@ def verify(configuration: Configuration, where: Where) -> dict[str, Finding]:
     return findings
 
 
-def _uncut(c: Configuration, device: torch.device) -> TunedRow:
+def _uncut(c: Configuration, device: torch.device) -> TunedConfig:
     """The tiles of the table but for one thing: a single program counts as enough, so no sequence is cut."""
-    family, dtype = device_family(device), DTYPES[c.dtype]
-    config = replace(additive_config(family, c.key_dim, c.value_dim, dtype), fill=1)
-    return TunedRow(family, c.key_dim, c.value_dim, dtype, config)
+    arch, dtype = device_arch(device), DTYPES[c.dtype]
+    config = replace(additive_config(arch, c.key_dim, c.value_dim, dtype), fill=1)
+    return TunedConfig(arch, c.key_dim, c.value_dim, dtype, config)
 
 
 def verdict(done: Done[Configuration, dict[str, Finding]]) -> Verdict:

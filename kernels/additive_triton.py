@@ -18,22 +18,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .channel_gradients_triton import channel_gradients
-from .channel_pairs_triton import channel_pairs
-from .gate_triton import cumulative_gate
-from .gradients_triton import gradients
-from .launch_config import AdditiveConfig, Tiles, additive_config, check_same_tiles, device_family
+from .launch_config import AdditiveConfig, Tiles, additive_config, check_same_tiles, device_arch
 from .normal_form import sum_groups
 from .operands import Decay, Gradients, Saved, ScanOperands
-from .spans import Cut, Spans, ceil_div, cut_rows
-from .walk_triton import WalkInputs, join_segments, walk
+from .spans import Partition, Spans, ceil_div, partition
+from .triton.backward.additive_gradients import gradients
+from .triton.backward.channel_gradients import channel_gradients
+from .triton.inter_chunk.additive_scan import WalkInputs, walk
+from .triton.inter_chunk.joins import join_segments
+from .triton.intra_chunk.channel_scores import channel_pairs
+from .triton.primitives.cumulative_gate import cumulative_gate
 
 
 class _Plan(NamedTuple):
     """Tiles, how the tokens are cut, and the kind of decay."""
 
     config: AdditiveConfig
-    cut: Cut
+    partition: Partition
     decay: Decay
 
 
@@ -67,7 +68,7 @@ def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor
     operands = _one_step_a_token(operands, num_steps).contiguous()
     plan = _plan(operands)
     decayed = _decayed(operands, plan, scale)
-    output = plan.cut.chunks.rows_like(operands.v)
+    output = plan.partition.chunks.rows_like(operands.v)
     states = _chunk_states(operands, plan) if save else None
     final = _walk(decayed.forward(operands, scale), plan, output=output, states=states)
     if num_steps > 1:
@@ -96,7 +97,7 @@ def backward(
     else:
         states, decayed = _chunk_states(operands, plan), _decayed(operands, plan, scale)
         _walk(decayed.forward(operands, scale), plan, output=None, states=states)
-    grad_states, dv = torch.empty_like(states), plan.cut.chunks.rows_like(operands.v)
+    grad_states, dv = torch.empty_like(states), plan.partition.chunks.rows_like(operands.v)
     reverse = decayed.reverse(grad_output, grad_final, plan.decay, scale)
     d_initial = _walk(reverse, plan, output=dv, states=grad_states, reverse=True)
     dq, dk, gate = _row_gradients(
@@ -124,7 +125,7 @@ def _row_gradients(
     needs_gate: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of every query and key, one a value head, and of the gate."""
-    chunks, config = plan.cut.chunks, plan.config
+    chunks, config = plan.partition.chunks, plan.config
     if plan.decay is Decay.DIAGONAL:
         grads = channel_gradients(
             operands, grad_output, states, grad_states, chunks, scale=scale, tiles=config.channel_gradients
@@ -161,17 +162,18 @@ def _at_step(x: Tensor, step: int, num_steps: int) -> Tensor:
 
 def _plan(operands: ScanOperands) -> _Plan:
     (batch, seq_len, heads, value_dim), q = operands.v.shape, operands.q
-    config = additive_config(device_family(q.device), q.shape[-1], value_dim, q.dtype)
-    programs = heads * ceil_div(value_dim, config.walk.block)
-    return _Plan(config, cut_rows(batch, seq_len, operands.cu_seqlens, programs, config.cut_rule), operands.decay)
+    config = additive_config(device_arch(q.device), q.shape[-1], value_dim, q.dtype)
+    programs = heads * ceil_div(value_dim, config.scan.block)
+    parts = partition(batch, seq_len, operands.cu_seqlens, programs, config.partition_rule)
+    return _Plan(config, parts, operands.decay)
 
 
 def _decayed(operands: ScanOperands, plan: _Plan, scale: float) -> _Decayed:
     q, k, log_decay = operands.q, operands.b, operands.log_decay
     if log_decay is not None and plan.decay is Decay.SCALAR:
-        return _Decayed(q, k, cumulative_gate(log_decay, plan.cut.chunks), None)
+        return _Decayed(q, k, cumulative_gate(log_decay, plan.partition.chunks), None)
     if log_decay is not None and plan.decay is Decay.DIAGONAL:
-        decayed = channel_pairs(q, k, log_decay, plan.cut.chunks, scale=scale, tiles=plan.config.channel_pairs)
+        decayed = channel_pairs(q, k, log_decay, plan.partition.chunks, scale=scale, tiles=plan.config.channel_scores)
         return _Decayed(decayed.reach, decayed.rest, decayed.total, decayed.pairs)
     return _Decayed(q, k, log_decay, None)
 
@@ -187,7 +189,7 @@ def _check_saved(saved: Saved, plan: _Plan) -> None:
     """States are those of these chunks, and so are pairs."""
     chunk_size = plan.config.chunk_size
     saved_size = chunk_size if saved.pairs is None else saved.pairs.shape[-1]
-    check_same_tiles((saved.states.shape[0], saved_size), (plan.cut.chunks.count, chunk_size))
+    check_same_tiles((saved.states.shape[0], saved_size), (plan.partition.chunks.count, chunk_size))
 
 
 def _saved_decayed(operands: ScanOperands, saved: Saved, plan: _Plan) -> _Decayed:
@@ -197,31 +199,32 @@ def _saved_decayed(operands: ScanOperands, saved: Saved, plan: _Plan) -> _Decaye
 
 def _chunk_states(operands: ScanOperands, plan: _Plan) -> Tensor:
     heads, value_dim = operands.v.shape[2:]
-    return operands.v.new_empty(plan.cut.chunks.count, heads, operands.q.shape[-1], value_dim)
+    return operands.v.new_empty(plan.partition.chunks.count, heads, operands.q.shape[-1], value_dim)
 
 
 def _walk(
     inputs: WalkInputs, plan: _Plan, *, output: Tensor | None, states: Tensor | None, reverse: bool = False
 ) -> Tensor:
     """Walk every sequence, in segments where the plan says so; returns the state at the other end."""
-    final = _empty_states(inputs, plan.cut.sequences)
+    final = _empty_states(inputs, plan.partition.sequences)
     step = partial(walk, chunk_size=plan.config.chunk_size, reverse=reverse)
     tiles = _walk_tiles(plan, states, reverse=reverse)
-    if plan.cut.segments is None:
-        step(inputs, plan.cut.sequences, tiles=tiles, output=output, states=states, final=final)
+    if plan.partition.segments is None:
+        step(inputs, plan.partition.sequences, tiles=tiles, output=output, states=states, final=final)
         return final
-    updates, decay = _empty_states(inputs, plan.cut.segments), _span_decay(inputs, plan.cut.segments)
+    updates, decay = _empty_states(inputs, plan.partition.segments), _span_decay(inputs, plan.partition.segments)
     step(
         replace(inputs, initial=None),
-        plan.cut.segments,
+        plan.partition.segments,
         tiles=plan.config.summary,
         output=None,
         states=None,
         final=updates,
         span_decay=decay,
     )
-    join_segments(inputs.initial, updates, decay, final, plan.cut.segments, kind=plan.decay.value, reverse=reverse)
-    step(replace(inputs, initial=updates), plan.cut.segments, tiles=tiles, output=output, states=states, final=None)
+    segments = plan.partition.segments
+    join_segments(inputs.initial, updates, decay, final, segments, kind=plan.decay.value, reverse=reverse)
+    step(replace(inputs, initial=updates), segments, tiles=tiles, output=output, states=states, final=None)
     return final
 
 
@@ -233,10 +236,10 @@ def _empty_states(inputs: WalkInputs, spans: Spans) -> Tensor:
 def _walk_tiles(plan: _Plan, states: Tensor | None, *, reverse: bool) -> Tiles:
     config = plan.config
     if plan.decay is Decay.DIAGONAL:
-        return config.channel_walk
+        return config.channel_scan
     if reverse:
         return config.reverse
-    return config.walk if states is None or plan.decay is not Decay.SCALAR else config.saving
+    return config.scan if states is None or plan.decay is not Decay.SCALAR else config.saving
 
 
 def _span_decay(inputs: WalkInputs, segments: Spans) -> Tensor | None:

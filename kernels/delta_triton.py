@@ -19,24 +19,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .channel_gradients_triton import channel_row_gradients
-from .channel_pairs_triton import channel_erasures
-from .delta_gradients_triton import RowGradients, delta_gradients
-from .delta_outputs_triton import delta_outputs
-from .delta_walk_triton import DeltaWalkInputs, delta_walk, join_maps
-from .gate_triton import cumulative_gate
-from .inverse_triton import inverse_products
-from .launch_config import DeltaConfig, check_same_tiles, delta_config, device_family
+from .launch_config import DeltaConfig, check_same_tiles, delta_config, device_arch
 from .normal_form import sum_groups
 from .operands import Decay, Gradients, Saved, ScanOperands
-from .spans import Cut, ceil_div, cut_rows
+from .spans import Partition, ceil_div, partition
+from .triton.backward.channel_gradients import channel_row_gradients
+from .triton.backward.delta_gradients import RowGradients, delta_gradients
+from .triton.inter_chunk.delta_outputs import delta_outputs
+from .triton.inter_chunk.delta_scan import DeltaWalkInputs, delta_walk
+from .triton.inter_chunk.joins import join_maps
+from .triton.intra_chunk.channel_scores import channel_erasures
+from .triton.intra_chunk.ut_transform import inverse_products
+from .triton.primitives.cumulative_gate import cumulative_gate
 
 
 class _Plan(NamedTuple):
     """Tiles, and how the rows are cut."""
 
     config: DeltaConfig
-    cut: Cut
+    partition: Partition
 
 
 class _Products(NamedTuple):
@@ -96,27 +97,27 @@ def backward(
         products, inverse = _products(operands, plan, scale=scale, needs_inverse=True)
         _walk_forward(operands, products, plan, maps, scale=scale, states=states, corrected=(inverse, corrected))
     grad_states = torch.empty_like(states)
-    residual = plan.cut.chunks.rows_like(corrected)
+    residual = plan.partition.chunks.rows_like(corrected)
     d_initial = _walk_reverse(
         operands, products, plan, maps, grad_output, grad_final, scale=scale, output=residual, states=grad_states
     )
     tensors = (operands, grad_output, corrected, residual)
-    config, at_borders = plan.config, (states, grad_states, plan.cut.chunks)
+    config, at_borders = plan.config, (states, grad_states, plan.partition.chunks)
     if operands.decay is Decay.DIAGONAL:
         grads = channel_row_gradients(
             *(*tensors, *at_borders),
             scale=scale,
             tiles=config.channel_gradients,
-            pair_tiles=config.products,
-            pair_registers=config.product_registers,
+            pair_tiles=config.intra_chunk,
+            pair_registers=config.max_registers,
         )
     else:
         grads = delta_gradients(
             *(*tensors, products.gate, *at_borders),
             scale=scale,
             tiles=config.gradients,
-            pair_tiles=config.products,
-            pair_registers=config.product_registers,
+            pair_tiles=config.intra_chunk,
+            pair_registers=config.max_registers,
             needs_gate=needs_decay_grad and products.gate is not None,
         )
     return _gradients(grads if needs_decay_grad else grads._replace(gate=None), operands, d_initial)
@@ -125,25 +126,25 @@ def backward(
 def _plan(operands: ScanOperands) -> _Plan:
     (batch, rows, _, value_dim), heads = operands.v.shape, operands.num_heads
     q = operands.q
-    config = delta_config(device_family(q.device), q.shape[-1], value_dim, q.dtype)
-    cut = cut_rows(
+    config = delta_config(device_arch(q.device), q.shape[-1], value_dim, q.dtype)
+    parts = partition(
         batch,
         rows,
         None if operands.cu_seqlens is None else operands.cu_seqlens * operands.num_steps,
-        heads * ceil_div(value_dim, config.walk.block),
-        config.cut_rule,
+        heads * ceil_div(value_dim, config.scan.block),
+        config.partition_rule,
     )
-    return _Plan(config, cut)
+    return _Plan(config, parts)
 
 
 def _segments(plan: _Plan) -> tuple[int, int]:
     """Their number and the rows of one; 0 and 0 where sequences stay whole."""
-    segments = plan.cut.segments
+    segments = plan.partition.segments
     return (0, 0) if segments is None else (segments.count, segments.length)
 
 
 def _chunk_states(operands: ScanOperands, plan: _Plan) -> Tensor:
-    count, heads = plan.cut.chunks.count, operands.num_heads
+    count, heads = plan.partition.chunks.count, operands.num_heads
     return operands.v.new_empty(count, heads, operands.q.shape[-1], operands.v.shape[-1])
 
 
@@ -165,15 +166,15 @@ def _products(
     """What the walks read, and T where it is asked for."""
     query, eraser, gate, channels = operands.q, _read_vectors(operands), None, None
     if operands.decay is Decay.DIAGONAL:
-        channels = channel_erasures(operands, plan.cut.chunks, scale=scale, tiles=plan.config.channel_pairs)
+        channels = channel_erasures(operands, plan.partition.chunks, scale=scale, tiles=plan.config.channel_scores)
         query, eraser, gate = channels.query, channels.eraser, channels.total
     elif operands.log_decay is not None:
-        gate = cumulative_gate(operands.log_decay, plan.cut.chunks, num_steps=operands.num_steps)
+        gate = cumulative_gate(operands.log_decay, plan.partition.chunks, num_steps=operands.num_steps)
     made = inverse_products(
-        *(operands, channels, None if channels is not None else gate, plan.cut.chunks),
+        *(operands, channels, None if channels is not None else gate, plan.partition.chunks),
         scale=scale,
-        tiles=plan.config.products,
-        max_registers=plan.config.product_registers,
+        tiles=plan.config.intra_chunk,
+        max_registers=plan.config.max_registers,
         needs_inverse=needs_inverse,
     )
     return _Products(query, eraser, gate, made.pairs, made.key), made.inverse
@@ -194,7 +195,7 @@ def _products_of(saved: Saved, operands: ScanOperands, plan: _Plan) -> tuple[Ten
     assert corrected is not None and maps is not None and pairs is not None and key is not None
     check_same_tiles(
         (states.shape[0], pairs.shape[-1], maps.shape[0], length),
-        (plan.cut.chunks.count, plan.config.chunk_size, *_segments(plan)),
+        (plan.partition.chunks.count, plan.config.chunk_size, *_segments(plan)),
     )
     query = operands.q if query is None else query
     eraser = _read_vectors(operands) if eraser is None else eraser
@@ -231,11 +232,11 @@ def _walk_forward(
 ) -> Tensor:
     """Walk every sequence, in segments where the plan says so, filling ``maps``; returns the final state."""
     inputs = _walk_inputs(operands, products, scale)
-    final, spans, end = operands.empty_state(), plan.cut.sequences, None
-    if plan.cut.segments is None:
+    final, spans, end = operands.empty_state(), plan.partition.sequences, None
+    if plan.partition.segments is None:
         end = final
     else:
-        spans = plan.cut.segments
+        spans = plan.partition.segments
         updates = final.new_empty(spans.count, *final.shape[1:])
         delta_walk(inputs._replace(initial=None), spans, tiles=plan.config.summary, final=updates, maps=maps)
         join_maps(operands.initial_state, updates, maps, final, spans, reverse=False)
@@ -244,9 +245,9 @@ def _walk_forward(
         states = _chunk_states(operands, plan) if states is None else states
         delta_walk(inputs, spans, tiles=plan.config.summary, states=states, final=end)
         tiles = plan.config.outputs
-        delta_outputs(inputs, states, plan.cut.chunks, tiles=tiles, output=output, corrected=corrected)
+        delta_outputs(inputs, states, plan.partition.chunks, tiles=tiles, output=output, corrected=corrected)
     else:
-        tiles = plan.config.walk if states is None else plan.config.saving
+        tiles = plan.config.scan if states is None else plan.config.saving
         delta_walk(inputs, spans, tiles=tiles, output=output, states=states, final=end, corrected=corrected)
     return final
 
@@ -265,11 +266,11 @@ def _walk_reverse(
 ) -> Tensor:
     """dR and dS at the end of every chunk; returns the gradient of the initial state."""
     inputs = _walk_inputs(operands, products, scale)._replace(value=grad_output, weight=None, initial=grad_final)
-    d_initial, spans, end = operands.empty_state(), plan.cut.sequences, None
-    if plan.cut.segments is None:
+    d_initial, spans, end = operands.empty_state(), plan.partition.sequences, None
+    if plan.partition.segments is None:
         end = d_initial
     else:
-        spans = plan.cut.segments
+        spans = plan.partition.segments
         updates = d_initial.new_empty(spans.count, *d_initial.shape[1:])
         start = inputs._replace(initial=None)
         delta_walk(start, spans, tiles=plan.config.reverse, final=updates, reverse=True)

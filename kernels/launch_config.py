@@ -1,7 +1,7 @@
-"""Tile sizes of the kernels: one short table, keyed by device family, head sizes and element size.
+"""Tile sizes of the kernels: one short table, keyed by architecture, head sizes and element size.
 
 Never keyed by the sequence length or the batch: a training run on packed documents must not compile anew every step.
-Rows for Hopper were checked against float64 on a GPU (``benchmarks/verify_gpu.py``). All were compiled, and held
+Those for Hopper were checked against float64 on a GPU (``benchmarks/verify_gpu.py``). All were compiled, and held
 against the compiler faults that ``tests/kernels`` looks for in the machine code.
 """
 
@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Literal, Self, cast
 import torch
 
 from .availability import capability
-from .spans import CutRule, power_of_2_from
+from .spans import PartitionRule, power_of_2_from
 
-Family = Literal["sm_80", "sm_90", "sm_100", "gfx942", "interpreter"]
+Arch = Literal["sm_80", "sm_90", "sm_100", "gfx942", "interpreter"]
 
-FAMILIES: tuple[Family, ...] = ("sm_80", "sm_90", "sm_100", "gfx942")
+ARCHS: tuple[Arch, ...] = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Tiles:
         return min(self.block, max(64, power_of_2_from(width)))
 
 
-class _Row:
-    """What the rows of both tables share: ``chunk_size``, ``fill``, tiles, and when sequences are cut."""
+class _Tiling:
+    """What configs of both families share: ``chunk_size``, ``fill``, tiles, and when sequences are split."""
 
     USUAL_FILL: ClassVar[int]
     SHORTEST_SEGMENT: ClassVar[int]
@@ -47,9 +47,9 @@ class _Row:
     fill: int
 
     @cached_property
-    def cut_rule(self) -> CutRule:
+    def partition_rule(self) -> PartitionRule:
         """Kept, since every call asks."""
-        return CutRule(self.chunk_size, self.fill, self.SHORTEST_SEGMENT, self.FEWEST_SEGMENTS)
+        return PartitionRule(self.chunk_size, self.fill, self.SHORTEST_SEGMENT, self.FEWEST_SEGMENTS)
 
     @classmethod
     def uniform(cls, chunk_size: int, tiles: Tiles, *, fill: int | None = None) -> Self:
@@ -60,20 +60,20 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class AdditiveConfig(_Row):
+class AdditiveConfig(_Tiling):
     """Tiles of every kernel of the additive family for one size of head.
 
     Attributes:
         chunk_size: tokens a chunk.
-        walk: blocks over value_dim of the walk that makes outputs.
+        scan: blocks over value_dim of the inter-chunk scan that makes outputs.
         saving: the same while it saves the state of every chunk, under a scalar gate.
-        reverse: the same in the reverse walk.
-        channel_walk: the same, all three, under a diagonal decay.
-        summary: blocks over value_dim of the walk that makes states only.
+        reverse: the same in the reverse scan.
+        channel_scan: the same, all three, under a diagonal decay.
+        summary: blocks over value_dim of the scan that makes states only.
         gradients: blocks over key_dim.
-        channel_pairs: blocks over key_dim; diagonal decay.
+        channel_scores: blocks over key_dim; diagonal decay.
         channel_gradients: blocks over key_dim; diagonal decay.
-        fill: programs that keep the device busy; see ``CutRule``.
+        fill: programs that keep the device busy; see ``PartitionRule``.
     """
 
     USUAL_FILL: ClassVar[int] = 256
@@ -81,36 +81,36 @@ class AdditiveConfig(_Row):
     FEWEST_SEGMENTS: ClassVar[int] = 2
 
     chunk_size: int
-    walk: Tiles
+    scan: Tiles
     saving: Tiles
     reverse: Tiles
-    channel_walk: Tiles
+    channel_scan: Tiles
     summary: Tiles
     gradients: Tiles
-    channel_pairs: Tiles
+    channel_scores: Tiles
     channel_gradients: Tiles
     fill: int
 
 
 @dataclass(frozen=True)
-class DeltaConfig(_Row):
+class DeltaConfig(_Tiling):
     """Tiles of every kernel of the delta family for one size of head.
 
     Attributes:
         chunk_size: micro-steps a chunk.
-        products: blocks over key_dim of the products with the inverse; over value_dim of the gradients of pairs, and
-            over key_dim there where a gate gets its gradient. See ``Tiles.fitted_to``.
-        walk: blocks over value_dim of the walk that makes outputs.
+        intra_chunk: blocks over key_dim of the UT transform; over value_dim of the gradients of scores, and over
+            key_dim there where a gate gets its gradient. See ``Tiles.fitted_to``.
+        scan: blocks over value_dim of the inter-chunk scan that makes outputs.
         saving: the same while it saves what the gradients need.
-        reverse: the same in the reverse walks.
-        summary: blocks over value_dim of a walk that makes states only, and over key_dim of the maps beside it.
+        reverse: the same in the reverse scans.
+        summary: blocks over value_dim of a scan that makes states only, and over key_dim of the maps beside it.
         outputs: blocks over value_dim of the outputs made from those states.
         gradients: blocks over key_dim.
-        channel_pairs: blocks over key_dim; diagonal decay.
+        channel_scores: blocks over key_dim; diagonal decay.
         channel_gradients: blocks over key_dim; diagonal decay.
-        fill: programs that keep the device busy; see ``CutRule``.
-        product_registers: the most that a thread takes in the kernel of the products, and in that of the gradients of
-            pairs unless a gate gets its gradient; None for no limit.
+        fill: programs that keep the device busy; see ``PartitionRule``.
+        max_registers: the most that a thread takes in the UT transform, and in the gradients of scores unless a gate
+            gets its gradient; None for no limit.
     """
 
     USUAL_FILL: ClassVar[int] = 128
@@ -118,53 +118,54 @@ class DeltaConfig(_Row):
     FEWEST_SEGMENTS: ClassVar[int] = 3
 
     chunk_size: int
-    products: Tiles
-    walk: Tiles
+    intra_chunk: Tiles
+    scan: Tiles
     saving: Tiles
     reverse: Tiles
     summary: Tiles
     outputs: Tiles
     gradients: Tiles
-    channel_pairs: Tiles
+    channel_scores: Tiles
     channel_gradients: Tiles
     fill: int
-    product_registers: int | None = None
+    max_registers: int | None = None
 
 
 Config = AdditiveConfig | DeltaConfig
 
 
-# The largest K of a row, then the row. The ptxas of Triton 3.6 can multiply a right operand narrower than 64 columns
-# wrongly on Hopper, or read it from where nothing is (seen with blocks of 32): 16-bit rows pad smaller heads to 64.
+# The largest K of a config, then the config. The ptxas of Triton 3.6 can multiply a right operand narrower than 64
+# columns wrongly on Hopper, or read it from where nothing is (seen with blocks of 32): 16-bit configs pad smaller heads
+# to 64.
 _NVIDIA_16_BIT = {
     128: AdditiveConfig(
         chunk_size=64,
-        walk=Tiles(64, 4, 2),
+        scan=Tiles(64, 4, 2),
         saving=Tiles(64, 4, 1),
         reverse=Tiles(64, 4, 2),
-        channel_walk=Tiles(64, 4, 3),
+        channel_scan=Tiles(64, 4, 3),
         summary=Tiles(64, 4, 3),
         gradients=Tiles(64, 4, 1),
-        channel_pairs=Tiles(64, 4, 3),
+        channel_scores=Tiles(64, 4, 3),
         channel_gradients=Tiles(64, 4, 3),
         fill=256,
     ),
     256: replace(
         AdditiveConfig.uniform(64, Tiles(64, 8, 2)),
         gradients=Tiles(64, 4, 1),
-        channel_pairs=Tiles(64, 4, 3),
+        channel_scores=Tiles(64, 4, 3),
         channel_gradients=Tiles(64, 4, 3),
     ),
     512: replace(
         AdditiveConfig.uniform(32, Tiles(64, 8, 1)),
         gradients=Tiles(64, 4, 1),
-        channel_pairs=Tiles(64, 4, 1),
+        channel_scores=Tiles(64, 4, 1),
         channel_gradients=Tiles(64, 4, 1),
     ),
 }
 # Two loads in flight take more than its shared memory under Triton 3.4, which keeps copies of operands there.
 _BLACKWELL_16_BIT = _NVIDIA_16_BIT | {
-    256: replace(_NVIDIA_16_BIT[256], walk=Tiles(64, 8, 1), saving=Tiles(64, 8, 1), reverse=Tiles(64, 8, 1))
+    256: replace(_NVIDIA_16_BIT[256], scan=Tiles(64, 8, 1), saving=Tiles(64, 8, 1), reverse=Tiles(64, 8, 1))
 }
 # 64 KB of shared memory: no loads in flight, and shorter chunks for wide heads.
 _CDNA3_16_BIT = {
@@ -178,47 +179,49 @@ _FLOAT32 = {
 _INTERPRETER = {512: AdditiveConfig.uniform(16, Tiles(16, 4, 1), fill=4)}
 
 
-def additive_config(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> AdditiveConfig:
-    """The row of the table for heads of this size; ``tuned`` puts a file's rows in front."""
-    chosen = _overrides.get((AdditiveConfig, family, key_dim, value_dim, dtype))
+def additive_config(arch: Arch, key_dim: int, value_dim: int, dtype: torch.dtype) -> AdditiveConfig:
+    """The config of the table for heads of this size; ``tuned`` puts those of a file in front."""
+    chosen = _overrides.get((AdditiveConfig, arch, key_dim, value_dim, dtype))
     if chosen is not None:
         return cast(AdditiveConfig, chosen)
-    if family == "interpreter":
-        rows = _INTERPRETER
+    if arch == "interpreter":
+        table = _INTERPRETER
     elif dtype == torch.float32:
-        rows = _FLOAT32
+        table = _FLOAT32
     else:
-        rows = {"sm_100": _BLACKWELL_16_BIT, "gfx942": _CDNA3_16_BIT}.get(family, _NVIDIA_16_BIT)
-    return next(row for largest, row in rows.items() if key_dim <= largest)
+        table = {"sm_100": _BLACKWELL_16_BIT, "gfx942": _CDNA3_16_BIT}.get(arch, _NVIDIA_16_BIT)
+    return next(config for largest, config in table.items() if key_dim <= largest)
 
 
 _DELTA_NVIDIA_16_BIT = {
     128: DeltaConfig(
         chunk_size=64,
-        products=Tiles(128, 4, 1),
-        walk=Tiles(64, 4, 1),
+        intra_chunk=Tiles(128, 4, 1),
+        scan=Tiles(64, 4, 1),
         saving=Tiles(64, 4, 1),
         reverse=Tiles(64, 4, 3),
         summary=Tiles(64, 4, 2),
         outputs=Tiles(64, 4, 1),
         gradients=Tiles(64, 4, 1),
-        channel_pairs=Tiles(64, 4, 3),
+        channel_scores=Tiles(64, 4, 3),
         channel_gradients=Tiles(64, 4, 3),
         fill=256,
-        product_registers=128,
+        max_registers=128,
     ),
     256: replace(
         DeltaConfig.uniform(64, Tiles(64, 8, 1)),
-        products=Tiles(128, 4, 1),
+        intra_chunk=Tiles(128, 4, 1),
         gradients=Tiles(64, 4, 1),
-        channel_pairs=Tiles(64, 4, 3),
+        channel_scores=Tiles(64, 4, 3),
         channel_gradients=Tiles(64, 4, 3),
     ),
     512: replace(
         DeltaConfig.uniform(32, Tiles(64, 8, 1)),
-        products=Tiles(32, 4, 1),  # no right operand is as narrow: the block is rows, or the axis that is summed
+        intra_chunk=Tiles(
+            32, 4, 1
+        ),  # no right operand is as narrow: the block is of rows, or of the axis that is summed
         gradients=Tiles(64, 4, 1),
-        channel_pairs=Tiles(64, 4, 1),
+        channel_scores=Tiles(64, 4, 1),
         channel_gradients=Tiles(64, 4, 1),
     ),
 }
@@ -239,41 +242,41 @@ _DELTA_FLOAT32 = {
 _DELTA_INTERPRETER = {512: DeltaConfig.uniform(32, Tiles(16, 4, 1), fill=16)}
 
 
-def delta_config(family: Family, key_dim: int, value_dim: int, dtype: torch.dtype) -> DeltaConfig:
-    """The row of the delta family's table for heads of this size; ``tuned`` puts a file's rows in front.
+def delta_config(arch: Arch, key_dim: int, value_dim: int, dtype: torch.dtype) -> DeltaConfig:
+    """The config of the delta family for heads of this size; ``tuned`` puts those of a file in front.
 
     Blocks count as heads: key_dim is that of one.
     """
-    chosen = _overrides.get((DeltaConfig, family, key_dim, value_dim, dtype))
+    chosen = _overrides.get((DeltaConfig, arch, key_dim, value_dim, dtype))
     if chosen is not None:
         return cast(DeltaConfig, chosen)
-    if family == "interpreter":
-        rows = _DELTA_INTERPRETER
+    if arch == "interpreter":
+        table = _DELTA_INTERPRETER
     elif dtype == torch.float32:
-        rows = _DELTA_FLOAT32
+        table = _DELTA_FLOAT32
     else:
-        rows = {"sm_80": _DELTA_AMPERE_16_BIT, "gfx942": _DELTA_CDNA3_16_BIT}.get(family, _DELTA_NVIDIA_16_BIT)
-    return next(row for largest, row in rows.items() if key_dim <= largest)
+        table = {"sm_80": _DELTA_AMPERE_16_BIT, "gfx942": _DELTA_CDNA3_16_BIT}.get(arch, _DELTA_NVIDIA_16_BIT)
+    return next(config for largest, config in table.items() if key_dim <= largest)
 
 
-_compiled_for: ContextVar[Family | None] = ContextVar("statemix_compiled_for", default=None)
+_compiled_for: ContextVar[Arch | None] = ContextVar("statemix_compiled_for", default=None)
 
 
 @contextmanager
-def compile_for(family: Family) -> Iterator[None]:
+def compile_for(arch: Arch) -> Iterator[None]:
     """Choose tiles for a device that is not present, while launches are recorded."""
-    token = _compiled_for.set(family)
+    token = _compiled_for.set(arch)
     try:
         yield
     finally:
         _compiled_for.reset(token)
 
 
-def device_family(device: torch.device) -> Family:
-    """The family whose rows a device takes; a CPU is one only under Triton's interpreter."""
-    given = _compiled_for.get()
-    if given is not None:
-        return given
+def device_arch(device: torch.device) -> Arch:
+    """The architecture whose configs a device takes; a CPU is one only under Triton's interpreter."""
+    arch = _compiled_for.get()
+    if arch is not None:
+        return arch
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip is not None:
@@ -282,50 +285,50 @@ def device_family(device: torch.device) -> Family:
     return "sm_80" if major == 8 else "sm_90" if major == 9 else "sm_100"
 
 
-def products_in(dtype: torch.dtype, family: Family) -> str:
+def products_in(dtype: torch.dtype, arch: Arch) -> str:
     """How float32 operands of a product are multiplied, in Triton's words.
 
     Where inputs have 16 bits they are intermediate results, and tf32 is finer than the inputs. For float32 inputs the
     product is to be one of float32: by three tf32 products, off by 2^-22, or by CDNA's matrix units, which have it.
-    Tensor cores cut off what they add up, towards 0, which tells over a long chain: see ``inverse_triton``.
+    Tensor cores cut off what they add up, towards 0, which tells over a long chain: see ``ut_transform``.
     """
     if dtype != torch.float32:
         return "tf32"
-    return "ieee" if family in ("gfx942", "interpreter") else "tf32x3"
+    return "ieee" if arch in ("gfx942", "interpreter") else "tf32x3"
 
 
 @dataclass(frozen=True)
-class TunedRow:
-    """A configuration for one size of head on one family of devices, in place of the table's.
+class TunedConfig:
+    """A configuration for one size of head on one architecture, in place of the table's.
 
     Attributes:
         key_dim: K, of one block where a head has several.
     """
 
-    family: Family
+    arch: Arch
     key_dim: int
     value_dim: int
     dtype: torch.dtype
     config: Config
 
     @property
-    def key(self) -> tuple[type[Config], Family, int, int, torch.dtype]:
+    def key(self) -> tuple[type[Config], Arch, int, int, torch.dtype]:
         """What it is for."""
-        return type(self.config), self.family, self.key_dim, self.value_dim, self.dtype
+        return type(self.config), self.arch, self.key_dim, self.value_dim, self.dtype
 
 
 # Not a context variable: autograd runs backward passes in threads of its own, which would not see one.
-_overrides: dict[tuple[type[Config], Family, int, int, torch.dtype], Config] = {}
+_overrides: dict[tuple[type[Config], Arch, int, int, torch.dtype], Config] = {}
 
 
 @contextmanager
-def override(rows: Iterable[TunedRow]) -> Iterator[None]:
-    """Inside, these rows stand in front of the table, in the whole process.
+def override(configs: Iterable[TunedConfig]) -> Iterator[None]:
+    """Inside, these configs stand in front of the table, in the whole process.
 
     The backward pass of a call belongs inside too: it reads states at the chunk borders of its forward pass.
     """
     before = dict(_overrides)
-    _overrides.update({row.key: row.config for row in rows})
+    _overrides.update({tuned.key: tuned.config for tuned in configs})
     try:
         yield
     finally:
@@ -350,21 +353,21 @@ def check_same_tiles(saved: tuple[int, ...], now: tuple[int, ...]) -> None:
 _TRIED_TILES = ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8))
 _TRIED_STAGES = (1, 2, 3)
 _TRIED_CHUNK_SIZES = (32, 64)
-_TRIED_NUMBERS = {"fill": (128, 256, 512), "product_registers": (None, 128, 168)}
+_TRIED_NUMBERS = {"fill": (128, 256, 512), "max_registers": (None, 128, 168)}
 
 
-def candidates(present: TunedRow) -> list[Config]:
-    """What tuning tries: the present row, then rows that differ from it in the tiles of one kernel or in one number.
+def candidates(present: TunedConfig) -> list[Config]:
+    """What tuning tries: the present config, then others that differ in the tiles of one kernel or in one number.
 
     On Hopper no right operand of 16 bits is narrower than 64 columns: its default compiler can get those products
-    wrong. Of the tiles only those of the products may be, whose block is never its columns.
+    wrong. Of the tiles only those of intra-chunk kernels may be, whose block is never its columns.
     """
-    on_hopper = present.family == "sm_90" and present.dtype != torch.float32
+    on_hopper = present.arch == "sm_90" and present.dtype != torch.float32
     widest = max(16, power_of_2_from(max(present.key_dim, present.value_dim)))
     tried = [present.config]
     for field in fields(present.config):
         before, others = getattr(present.config, field.name), list[Any]()
-        least = 64 if on_hopper and field.name != "products" else 16
+        least = 64 if on_hopper and field.name != "intra_chunk" else 16
         if isinstance(before, Tiles):
             same = replace(before, block=min(before.block, widest))
             for (block, num_warps), stages in product(_TRIED_TILES, _TRIED_STAGES):
@@ -373,7 +376,7 @@ def candidates(present: TunedRow) -> list[Config]:
             others = [tiles for tiles in others if tiles != same]
         elif field.name == "chunk_size":
             others += [size for size in _TRIED_CHUNK_SIZES if size >= least]
-        elif field.name != "product_registers" or present.family.startswith("sm_"):  # NVIDIA's compiler alone knows it
+        elif field.name != "max_registers" or present.arch.startswith("sm_"):  # NVIDIA's compiler alone knows it
             others += _TRIED_NUMBERS[field.name]
         tried += [replace(present.config, **{field.name: other}) for other in others]
     return list(dict.fromkeys(tried))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import torch_kernels
 from .availability import DTYPES, is_interpreted
-from .launch_config import DeltaConfig, additive_config, delta_config, device_family
+from .launch_config import DeltaConfig, additive_config, delta_config, device_arch
 from .operands import Decay, Gradients, Saved, ScanOperands
 from .spans import ceil_div, num_spans
 
@@ -169,7 +169,7 @@ def _recurrent(*arguments: Any) -> Results:
     with on_device(operands.q):
         if not has_kernels(operands.q):
             return torch_kernels.recurrent_forward(operands, scale=scale)
-        from .recurrent_triton import recurrent_forward
+        from .triton.recurrent import recurrent_forward
 
         return recurrent_forward(operands, scale=scale)
 
@@ -274,14 +274,14 @@ def segments_of(operands: ScanOperands) -> tuple[int, int]:
     """
     (batch, num_rows, _, value_dim), documents = operands.v.shape, operands.num_documents
     config = _config(operands)
-    programs = operands.num_heads * ceil_div(value_dim, config.walk.block) * (batch if documents is None else documents)
-    return config.cut_rule.segments(batch, num_rows, programs, documents)
+    programs = operands.num_heads * ceil_div(value_dim, config.scan.block) * (batch if documents is None else documents)
+    return config.partition_rule.segments(batch, num_rows, programs, documents)
 
 
 def _config(operands: ScanOperands) -> DeltaConfig | Any:
     config = delta_config if operands.erases else additive_config
     q, value_dim = operands.q, operands.v.shape[-1]
-    return config(device_family(q.device), int(q.shape[-1]), int(value_dim), q.dtype)
+    return config(device_arch(q.device), int(q.shape[-1]), int(value_dim), q.dtype)
 
 
 def _register(name: str, schema: str, kernel: Any, fake: Any) -> None:

@@ -95,7 +95,7 @@ def whole_documents(cu_seqlens: Tensor, seq_len: int, chunk_size: int) -> Spans:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """How the rows of a scan are cut.
 
     Attributes:
@@ -110,7 +110,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class CutRule:
+class PartitionRule:
     """When sequences are cut into segments, which have to be joined.
 
     Attributes:
@@ -136,12 +136,12 @@ class CutRule:
         chunks = ceil_div(ceil_div(rows, self.chunk_size), wanted)
         return torch.sym_max(chunks, self.shortest) * self.chunk_size
 
-    def is_cut(self, rows: int, programs: int) -> bool:
+    def is_split(self, rows: int, programs: int) -> bool:
         """There is room for the fewest segments, and a sequence is longer than one."""
         return self.segments(1, rows, programs, None)[0] > 0
 
     def segments(self, batch: int, rows: int, programs: int, num_documents: int | None) -> tuple[int, int]:
-        """How many there are and the rows of one, 0 and 0 where nothing ``is_cut``.
+        """How many there are and the rows of one, 0 and 0 where nothing ``is_split``.
 
         It is arithmetic, and sizes may be symbolic.
 
@@ -151,11 +151,11 @@ class CutRule:
         length = self.segment_length(rows, programs)
         has_room = torch.sym_min(self.fill // (self.fewest * torch.sym_max(programs, 1)), 1)
         is_longer = torch.sym_min(torch.sym_max(rows - length, 0), 1)
-        is_cut = has_room * is_longer
-        return is_cut * num_spans(batch, rows, length, num_documents), is_cut * length
+        is_split = has_room * is_longer
+        return is_split * num_spans(batch, rows, length, num_documents), is_split * length
 
 
-def cut_rows(batch: int, rows: int, offsets: Tensor | None, programs: int, rule: CutRule) -> Cut:
+def partition(batch: int, rows: int, offsets: Tensor | None, programs: int, rule: PartitionRule) -> Partition:
     """Chunks and, where sequences leave much of the device idle, segments.
 
     Args:
@@ -163,21 +163,21 @@ def cut_rows(batch: int, rows: int, offsets: Tensor | None, programs: int, rule:
         programs: that walk one sequence side by side.
     """
     if offsets is None:
-        return _cut_batch(batch, rows, programs, rule)
+        return _partition_batch(batch, rows, programs, rule)
     sequences, size = whole_documents(offsets, rows, rule.chunk_size), rule.chunk_size
     programs *= sequences.count
     segments = None
-    if rule.is_cut(rows, programs):
+    if rule.is_split(rows, programs):
         segments = packed_spans(offsets, rows, rule.segment_length(rows, programs), size)
-    return Cut(packed_spans(offsets, rows, size, size), sequences, segments)
+    return Partition(packed_spans(offsets, rows, size, size), sequences, segments)
 
 
 @lru_cache(maxsize=1024)
-def _cut_batch(batch: int, rows: int, programs: int, rule: CutRule) -> Cut:
+def _partition_batch(batch: int, rows: int, programs: int, rule: PartitionRule) -> Partition:
     """Made once for sizes that come again; packed documents have tables of their own in each call."""
     programs *= batch
-    segments = batch_spans(batch, rows, rule.segment_length(rows, programs)) if rule.is_cut(rows, programs) else None
-    return Cut(batch_spans(batch, rows, rule.chunk_size), whole_sequences(batch, rows), segments)
+    segments = batch_spans(batch, rows, rule.segment_length(rows, programs)) if rule.is_split(rows, programs) else None
+    return Partition(batch_spans(batch, rows, rule.chunk_size), whole_sequences(batch, rows), segments)
 
 
 def _inside(cu_seqlens: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:

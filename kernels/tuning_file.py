@@ -1,12 +1,13 @@
 """Tile sizes from a file that ``statemix bench --tune`` wrote.
 
-    {"format": 2, "rows": [{"kernels": "additive", "family": "sm_90", "key_dim": 128, "value_dim": 128,
+    {"format": 2, "rows": [{"kernels": "additive", "arch": "sm_90", "key_dim": 128, "value_dim": 128,
                             "dtype": "bfloat16",
-                            "config": {"chunk_size": 64, "walk": {"block": 64, "num_warps": 4, "num_stages": 2}, ...},
+                            "config": {"chunk_size": 64, "scan": {"block": 64, "num_warps": 4, "num_stages": 2}, ...},
                             "measured": {...}}]}
 
 ``kernels`` is the family of kernels, additive or delta, whose configuration it is; ``key_dim`` is that of one block
-where a head has several. ``measured`` says where the row comes from; it is for people and is not read.
+where a head has several. ``measured`` says where the row comes from; it is for people and is not read. Words of files
+from before 2026-12 are read as well.
 """
 
 import json
@@ -20,28 +21,36 @@ import torch
 
 from .availability import LARGEST_HEAD
 from .launch_config import (
-    FAMILIES,
+    ARCHS,
     AdditiveConfig,
+    Arch,
     Config,
     DeltaConfig,
-    Family,
     Tiles,
-    TunedRow,
-    device_family,
+    TunedConfig,
+    device_arch,
     override,
 )
 
 FORMAT = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONFIGS: dict[str, type[Config]] = {"additive": AdditiveConfig, "delta": DeltaConfig}
-_CHUNK_SIZES = {AdditiveConfig: (16, 32, 64, 128), DeltaConfig: (16, 32, 64)}  # larger ones have no inverse
+_CHUNK_SIZES = {AdditiveConfig: (16, 32, 64, 128), DeltaConfig: (16, 32, 64)}  # the UT transform takes no larger ones
 _ALLOWED: dict[str, Sequence[int]] = {
     "block": (16, 32, 64, 128, 256),
     "num_warps": (1, 2, 4, 8, 16),
     "num_stages": (1, 2, 3, 4, 5, 6),
-    "product_registers": range(24, 256),  # what a compiler takes as a limit
+    "max_registers": range(24, 256),  # what a compiler takes as a limit
 }
 _SIZES = range(1, LARGEST_HEAD + 1)
+_FORMER = {
+    "family": "arch",
+    "walk": "scan",
+    "channel_walk": "channel_scan",
+    "channel_pairs": "channel_scores",
+    "products": "intra_chunk",
+    "product_registers": "max_registers",
+}
 
 
 @contextmanager
@@ -58,8 +67,8 @@ def tuned(path: str | Path) -> Iterator[None]:
         ValueError: the file is no tuning file, or has nothing for this machine.
     """
     rows = load_tuning(path)
-    here = device_family(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    known = sorted({row.family for row in rows})
+    here = device_arch(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    known = sorted({row.arch for row in rows})
     if here not in known:
         machine = "a machine without a GPU" if here == "interpreter" else here
         raise ValueError(
@@ -70,7 +79,7 @@ def tuned(path: str | Path) -> Iterator[None]:
         yield
 
 
-def load_tuning(path: str | Path) -> list[TunedRow]:
+def load_tuning(path: str | Path) -> list[TunedConfig]:
     """Read and check a tuning file.
 
     Raises:
@@ -90,7 +99,7 @@ def load_tuning(path: str | Path) -> list[TunedRow]:
         same = next(number for number, other in enumerate(rows) if other.key == row.key)
         if same != index:
             raise ValueError(
-                f"{path}: rows[{index}]: expected other kernels, family, sizes or dtype than in rows[{same}], got the"
+                f"{path}: rows[{index}]: expected other kernels, arch, sizes or dtype than in rows[{same}], got the"
                 " same; leave one of the two out"
             )
     return rows
@@ -98,24 +107,24 @@ def load_tuning(path: str | Path) -> list[TunedRow]:
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object whose keys all differ: the last of two would win."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = {_FORMER.get(key, key): value for key, value in pairs}
+    if len(mapping) != len(pairs):
         raise ValueError(f"a key given twice among {', '.join(key for key, _ in pairs)}")
-    return found
+    return mapping
 
 
-def _row(content: Any, place: str) -> TunedRow:
-    names = ("kernels", "family", "key_dim", "value_dim", "dtype", "config")
+def _row(content: Any, place: str) -> TunedConfig:
+    names = ("kernels", "arch", "key_dim", "value_dim", "dtype", "config")
     row = _mapping(content, place, names, optional=("measured",))
-    families = (*FAMILIES, "interpreter")
+    archs = (*ARCHS, "interpreter")
     kernels = _one_of(row["kernels"], tuple(CONFIGS), f"{place}.kernels")
-    family = cast(Family, _one_of(row["family"], families, f"{place}.family"))
+    arch = cast(Arch, _one_of(row["arch"], archs, f"{place}.arch"))
     config = _config(CONFIGS[kernels], row["config"], f"{place}.config")
-    if family == "gfx942" and isinstance(config, DeltaConfig) and config.product_registers is not None:
-        limit = config.product_registers
-        raise ValueError(f"{place}.config.product_registers: expected null on gfx942, which has no limit, got {limit}")
-    return TunedRow(
-        family,
+    if arch == "gfx942" and isinstance(config, DeltaConfig) and config.max_registers is not None:
+        limit = config.max_registers
+        raise ValueError(f"{place}.config.max_registers: expected null on gfx942, which has no limit, got {limit}")
+    return TunedConfig(
+        arch,
         _one_of(row["key_dim"], _SIZES, f"{place}.key_dim"),
         _one_of(row["value_dim"], _SIZES, f"{place}.value_dim"),
         DTYPES[_one_of(row["dtype"], tuple(DTYPES), f"{place}.dtype")],
@@ -156,8 +165,8 @@ def _number(value: Any, name: str, place: str) -> int:
 
 def _one_of(value: Any, allowed: Sequence[Any], place: str) -> Any:
     if type(value) is not type(allowed[0]) or value not in allowed:
-        wanted = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else ", ".join(map(str, allowed))
-        raise ValueError(f"{place}: expected one of {wanted}, got {value!r}")
+        expected = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else ", ".join(map(str, allowed))
+        raise ValueError(f"{place}: expected one of {expected}, got {value!r}")
     return value
 
 

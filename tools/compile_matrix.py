@@ -1,4 +1,4 @@
-"""Compile every variant of every kernel for every family of devices under several versions of Triton, with no GPU.
+"""Compile every variant of every kernel for every arch of devices under several versions of Triton, with no GPU.
 
     make compile-matrix                                  the three versions, and docs/results/compile-matrix.json
     python tools/compile_matrix.py build/triton-3.6.0    the same with the versions in these folders
@@ -12,7 +12,7 @@ run compiles what changed; other names, comments and places change nothing. When
 remove that file and the JSON first.
 
 The JSON holds one line a variant, with a list for each version of Triton; its names stand in "columns". "compiled" says
-which families are complete under which version: those asked for, and what earlier runs have left.
+which archs are complete under which version: those asked for, and what earlier runs have left.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from compiler_process import CompilerProcess  # noqa: E402
 from kernel_calls import SAMPLE, configurations, label, record  # noqa: E402
 from kernel_variants import Result, Variant, variants_of  # noqa: E402
 
-from statemix.kernels.launch_config import FAMILIES, Family  # noqa: E402
+from statemix.kernels.launch_config import ARCHS, Arch  # noqa: E402
 
 MATRIX = ROOT / "docs" / "results" / "compile-matrix.json"
 KEPT = ROOT / "build" / "compile-matrix.jsonl"
@@ -50,8 +50,8 @@ SLOW = 10.0  # seconds
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="Triton versions, each in a folder of its own")
-    parser.add_argument("--sample", choices=FAMILIES, help="compile a sample for this family")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="leave out the others")
+    parser.add_argument("--sample", choices=ARCHS, help="compile a sample for this arch")
+    parser.add_argument("--archs", nargs="+", choices=ARCHS, default=ARCHS, help="leave out the others")
     parser.add_argument("--keep", action="store_true", help="compile all under the installed Triton into build/")
     parser.add_argument("--launches", type=Path, help="write every launch into this file")
     arguments = parser.parse_args()
@@ -63,25 +63,25 @@ def main() -> None:
             line = {"key": variant.key, "kernel": variant.kernel, "call": sample[variant]} | asdict(result)
             print(json.dumps(line), flush=True)
     elif arguments.keep:
-        keep_all(arguments.families)
+        keep_all(arguments.archs)
     elif arguments.launches:
         write_launches(arguments.launches)
     else:
-        families = tuple(arguments.families)
+        archs = tuple(arguments.archs)
         for folder in arguments.folders:
             path = {"PYTHONPATH": str(folder.resolve())}
-            command = [sys.executable, __file__, "--keep", "--families", *families]
+            command = [sys.executable, __file__, "--keep", "--archs", *archs]
             subprocess.run(command, check=True, env=os.environ | path)
         versions = [folder.name.removeprefix("triton-") for folder in arguments.folders]
-        sys.exit(write_matrix(versions or list(json.loads(MATRIX.read_text())["compiled"]), families) > 0)
+        sys.exit(write_matrix(versions or list(json.loads(MATRIX.read_text())["compiled"]), archs) > 0)
 
 
-def calls_by_variant(families: Iterable[Family], calls: Iterable[Any] | None = None) -> dict[Variant, str]:
+def calls_by_variant(archs: Iterable[Arch], calls: Iterable[Any] | None = None) -> dict[Variant, str]:
     """Every variant with the first call that needs it."""
     found: dict[Variant, str] = {}
-    for family in families:
+    for arch in archs:
         for configuration in configurations() if calls is None else calls:
-            for variant in variants_of(record(configuration, family), family):
+            for variant in variants_of(record(configuration, arch), arch):
                 found.setdefault(variant, label(configuration))
     return found
 
@@ -106,10 +106,10 @@ def compile_all(variants: Iterable[Variant], num_processes: int) -> Iterator[tup
             yield variant_of[future], future.result()
 
 
-def keep_all(families: Iterable[Family]) -> None:
+def keep_all(archs: Iterable[Arch]) -> None:
     """Compile what is not kept yet under the Triton that is imported, on all cores."""
     known = {(line["key"], line["triton"]) for line in kept()}
-    missing = [variant for variant in calls_by_variant(families) if (variant.key, triton.__version__) not in known]
+    missing = [variant for variant in calls_by_variant(archs) if (variant.key, triton.__version__) not in known]
     print(f"Triton {triton.__version__}: {len(missing)} variants to compile", flush=True)
     KEPT.parent.mkdir(exist_ok=True)
     with KEPT.open("a") as file:
@@ -118,7 +118,7 @@ def keep_all(families: Iterable[Family]) -> None:
             file.write(json.dumps(line) + "\n")
             file.flush()
             if result.fault is not None or count % 100 == 0:
-                print(f"  {count}: {variant.family} {variant.kernel} {result.fault or ''}", flush=True)
+                print(f"  {count}: {variant.arch} {variant.kernel} {result.fault or ''}", flush=True)
 
 
 def kept() -> Iterator[dict[str, Any]]:
@@ -131,29 +131,29 @@ def kept() -> Iterator[dict[str, Any]]:
         yield from map(json.loads, KEPT.read_text().splitlines())
 
 
-def write_matrix(versions: list[str], families: tuple[Family, ...]) -> int:
+def write_matrix(versions: list[str], archs: tuple[Arch, ...]) -> int:
     """Put what is complete into the file for the documentation; the number of variants in it that must not run."""
     results = {(line["key"], line["triton"]): [line[name] for name in COLUMNS] for line in kept()}
-    variants = {family: calls_by_variant([family]) for family in FAMILIES}
+    variants = {arch: calls_by_variant([arch]) for arch in ARCHS}
 
-    def missing(version: str, family: Family) -> list[Variant]:
-        return [variant for variant in variants[family] if (variant.key, version) not in results]
+    def missing(version: str, arch: Arch) -> list[Variant]:
+        return [variant for variant in variants[arch] if (variant.key, version) not in results]
 
     known = sorted({version for _, version in results}, key=_numbers)
-    compiled = {version: [family for family in FAMILIES if not missing(version, family)] for version in known}
+    compiled = {version: [arch for arch in ARCHS if not missing(version, arch)] for version in known}
     incomplete = [
-        f"{family} is not complete under Triton {version}: {dict(Counter(x.kernel for x in missing(version, family)))}"
-        for version, family in product(versions, families)
-        if missing(version, family)
+        f"{arch} is not complete under Triton {version}: {dict(Counter(x.kernel for x in missing(version, arch)))}"
+        for version, arch in product(versions, archs)
+        if missing(version, arch)
     ]
     if incomplete:
         sys.exit("\n".join([*incomplete, "the kernels changed; run make compile-matrix"]))
     compiled = {version: complete for version, complete in compiled.items() if complete}
     entries = []
-    for family in FAMILIES:
-        complete = [version for version in compiled if family in compiled[version]]
-        for variant, call in variants[family].items() if complete else ():
-            entry = {"key": variant.key, "family": family, "kernel": variant.kernel, "call": call}
+    for arch in ARCHS:
+        complete = [version for version in compiled if arch in compiled[version]]
+        for variant, call in variants[arch].items() if complete else ():
+            entry = {"key": variant.key, "arch": arch, "kernel": variant.kernel, "call": call}
             entry |= {name: getattr(variant, name) for name in ("num_warps", "num_stages", "max_registers")}
             entries.append(entry | {"results": {version: results[variant.key, version] for version in complete}})
     lines = ",\n".join(json.dumps(entry) for entry in entries)
@@ -167,31 +167,31 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".")]
 
 
-def summarize(entries: list[dict[str, Any]], compiled: dict[str, list[Family]]) -> int:
-    """Print a line for each version and family; the number of faults."""
+def summarize(entries: list[dict[str, Any]], compiled: dict[str, list[Arch]]) -> int:
+    """Print a line for each version and arch; the number of faults."""
     faults = 0
     names = ("variants", "faults", "spill", "shared", "slow", "seconds")
-    print("Triton  family  " + "".join(f"{name:>9}" for name in names))
-    for version, families in compiled.items():
-        for family in families:
-            rows = [dict(zip(COLUMNS, x["results"][version], strict=True)) for x in entries if x["family"] == family]
+    print("Triton  arch    " + "".join(f"{name:>9}" for name in names))
+    for version, archs in compiled.items():
+        for arch in archs:
+            rows = [dict(zip(COLUMNS, x["results"][version], strict=True)) for x in entries if x["arch"] == arch]
             faulty = sum(row["fault"] is not None for row in rows)
             faults += faulty
             spilling, slow = sum(row["spills"] > 0 for row in rows), sum(row["seconds"] > SLOW for row in rows)
             shared, seconds = max(row["shared"] for row in rows), max(row["seconds"] for row in rows)
-            print(f"{version:8}{family:8}{len(rows):9}{faulty:9}{spilling:9}{shared:9}{slow:9}{seconds:9.1f}")
+            print(f"{version:8}{arch:8}{len(rows):9}{faulty:9}{spilling:9}{shared:9}{slow:9}{seconds:9.1f}")
     return faults
 
 
 def write_launches(path: Path) -> None:
     """One line a launch: its call, the key of its variant, its grid and its arguments, in the order of the launches."""
     with path.open("w") as file:
-        for family, configuration in product(FAMILIES, configurations()):
-            launches = record(configuration, family)
+        for arch, configuration in product(ARCHS, configurations()):
+            launches = record(configuration, arch)
             places: dict[int, int] = {}  # of memory, in the order in which launches name it
-            for launch, variant in zip(launches, variants_of(launches, family), strict=True):
+            for launch, variant in zip(launches, variants_of(launches, arch), strict=True):
                 arguments = [_argument(value, places) for value in launch.args]
-                line = [family, label(configuration), variant.key, launch.grid, arguments]
+                line = [arch, label(configuration), variant.key, launch.grid, arguments]
                 file.write(json.dumps(line) + "\n")
 
 

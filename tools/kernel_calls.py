@@ -19,7 +19,7 @@ from statemix.harness import Sizes
 from statemix.harness.catalogue import InRange
 from statemix.harness.recurrences import RECURRENCES, NamedRecurrence
 from statemix.kernels.launch import Launch, recording
-from statemix.kernels.launch_config import Family, compile_for
+from statemix.kernels.launch_config import Arch, compile_for
 from statemix.kernels.operands import ScanOperands
 
 Decay = Literal["none", "fixed", "scalar", "diagonal"]
@@ -223,9 +223,9 @@ def label(configuration: Configuration) -> str:
     return " ".join(words + [word for word, is_on in switches.items() if is_on])
 
 
-def record(configuration: Configuration, family: Family) -> list[Launch]:
-    """The launches of a call as a device of ``family`` would get them."""
-    with compile_for(family), recording() as launches:
+def record(configuration: Configuration, arch: Arch) -> list[Launch]:
+    """The launches of a call as a device of ``arch`` would get them."""
+    with compile_for(arch), recording() as launches:
         CALLS[configuration.kernels](configuration)
     return launches
 
@@ -289,7 +289,7 @@ def _both_passes(c: Configuration) -> None:
 
 
 def _recurrent(c: Configuration) -> None:
-    from statemix.kernels.recurrent_triton import recurrent_forward
+    from statemix.kernels.triton.recurrent import recurrent_forward
 
     recurrent_forward(_operands(c), scale=0.5)
 

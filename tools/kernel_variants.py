@@ -25,9 +25,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from statemix.kernels.launch import Launch
-from statemix.kernels.launch_config import Family
+from statemix.kernels.launch_config import Arch
 
-TARGETS: dict[Family, GPUTarget] = {
+TARGETS: dict[Arch, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
@@ -35,7 +35,7 @@ TARGETS: dict[Family, GPUTarget] = {
 }
 
 # Bytes that one program can have: CUDA C++ programming guide, table of compute capabilities; CDNA 3 ISA, section 1.
-SHARED_LIMIT: dict[Family, int] = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
+SHARED_LIMIT: dict[Arch, int] = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 
 _TYPES = {
     torch.float32: "fp32",
@@ -54,7 +54,7 @@ class Variant:
     Attributes:
         module, kernel: where it is defined; for people and the compiler, no part of what it is.
         source: digest of its code and of all device functions it calls.
-        family: the device.
+        arch: the device.
         types: type of each run-time parameter that is there by its place, e.g. ``(0, "*bf16")``.
         constants: value of each compile-time parameter by its place, None for absent arguments.
         num_warps, num_stages, max_registers: options.
@@ -63,7 +63,7 @@ class Variant:
     module: str = field(compare=False)
     kernel: str = field(compare=False)
     source: str
-    family: Family
+    arch: Arch
     types: tuple[tuple[int, str], ...]
     constants: tuple[tuple[int, Any], ...]
     num_warps: int
@@ -96,7 +96,7 @@ class Result:
     fault: str | None = None
 
 
-def variants_of(launches: Iterable[Launch], family: Family) -> Iterator[Variant]:
+def variants_of(launches: Iterable[Launch], arch: Arch) -> Iterator[Variant]:
     """The variant of each launch."""
     for launch in launches:
         names = launch.kernel.arg_names
@@ -114,7 +114,7 @@ def variants_of(launches: Iterable[Launch], family: Family) -> Iterator[Variant]
             launch.kernel.fn.__module__,
             launch.kernel.__name__,
             source_digest(launch.kernel),
-            family,
+            arch,
             tuple(types),
             tuple(constants),
             launch.num_warps,
@@ -142,19 +142,19 @@ def compile_variant(variant: Variant) -> Result:
         os.environ["TRITON_CACHE_DIR"] = folder
         start = time.perf_counter()
         try:
-            compiled = triton.compile(_source(variant), target=TARGETS[variant.family], options=_options(variant))
+            compiled = triton.compile(_source(variant), target=TARGETS[variant.arch], options=_options(variant))
         except Exception as error:  # of many kinds, from the front end to ptxas
             return Result(seconds=_since(start), fault=f"does not compile: {_first_line(error)}")
         seconds = _since(start)
-        if variant.family == "gfx942":
+        if variant.arch == "gfx942":
             registers, spills, fault = *_amd_resources(compiled.asm["amdgcn"]), None
         else:
             cubin = Path(folder, "kernel.cubin")
             cubin.write_bytes(compiled.asm["cubin"])
-            registers, spills, fault = _look_at(cubin, variant.family)
-    shared, limit = compiled.metadata.shared, SHARED_LIMIT[variant.family]
+            registers, spills, fault = _look_at(cubin, variant.arch)
+    shared, limit = compiled.metadata.shared, SHARED_LIMIT[variant.arch]
     if shared > limit:
-        fault = f"{shared} bytes of shared memory, {variant.family} has {limit}"
+        fault = f"{shared} bytes of shared memory, {variant.arch} has {limit}"
     return Result(shared, registers, spills, seconds, fault)
 
 
@@ -162,7 +162,7 @@ def _source(variant: Variant) -> ASTSource:
     kernel = getattr(importlib.import_module(variant.module), variant.kernel)
     types = dict(variant.types)
     aligned: list[list[Any]] = [["tt.divisibility", 16]]
-    if variant.family == "gfx942":
+    if variant.arch == "gfx942":
         aligned.append(["tt.pointer_range", 32])  # what a launch says of a tensor below 2 GB
     return ASTSource(
         kernel,
@@ -172,14 +172,14 @@ def _source(variant: Variant) -> ASTSource:
     )
 
 
-def _look_at(cubin: Path, family: Family) -> tuple[int, int, str | None]:
+def _look_at(cubin: Path, arch: Arch) -> tuple[int, int, str | None]:
     """Registers, spilled registers, and the first read of a register that nothing wrote (sm_90 only)."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    options = ["--dump-resource-usage"] + ["--dump-sass"] * (family == "sm_90")
+    options = ["--dump-resource-usage"] + ["--dump-sass"] * (arch == "sm_90")
     text = subprocess.run([tool, *options, cubin], capture_output=True, text=True, check=True).stdout
     usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert usage is not None, text
-    early = early_reads(parse_sass(text)) if family == "sm_90" else []
+    early = early_reads(parse_sass(text)) if arch == "sm_90" else []
     return int(usage[1]), int(usage[2]) // 4, str(early[0]) if early else None
 
 

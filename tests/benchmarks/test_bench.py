@@ -11,7 +11,7 @@ from statemix.benchmarks.ops import OPS, Sizes, names_of
 from statemix.benchmarks.timing import Timing
 from statemix.benchmarks.tune_command import save_tuning
 from statemix.cli import main
-from statemix.kernels.launch_config import TunedRow, additive_config, delta_config, override
+from statemix.kernels.launch_config import TunedConfig, additive_config, delta_config, override
 from statemix.recipes import load
 from statemix.transitions import DiagonalGate, Householder, Product
 
@@ -111,7 +111,7 @@ def test_bad_input_is_named_with_exit_code_2(
 def test_a_gpu_that_is_not_there_and_tiles_for_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--device", "cuda"]) == 2
     assert "without a usable GPU" in capsys.readouterr().err
-    row = TunedRow("sm_90", 16, 16, torch.bfloat16, additive_config("sm_90", 16, 16, torch.bfloat16))
+    row = TunedConfig("sm_90", 16, 16, torch.bfloat16, additive_config("sm_90", 16, 16, torch.bfloat16))
     save_tuning("t.json", [(row, {})])
     for command in (["bench", *TINY, "--tuned", "t.json"], ["train", "quickstart", "--tuned", "t.json"]):
         assert main(command) == 2
@@ -121,9 +121,9 @@ def test_a_gpu_that_is_not_there_and_tiles_for_one_are_refused(capsys: pytest.Ca
 def test_tiles_of_a_file_are_in_use_while_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     config = additive_config("interpreter", 8, 8, torch.float32)
-    row = TunedRow("interpreter", 8, 8, torch.float32, config)
+    row = TunedConfig("interpreter", 8, 8, torch.float32, config)
     save_tuning("t.json", [(row, {})])
-    monkeypatch.setattr("statemix.kernels.tuning_file.device_family", lambda device: "interpreter")
+    monkeypatch.setattr("statemix.kernels.tuning_file.device_arch", lambda device: "interpreter")
     monkeypatch.setattr("statemix.kernels.tuning_file.override", lambda rows: seen.append(list(rows)) or override(rows))
     assert main(["bench", *TINY, "--op", "gla", "--tuned", "t.json"]) == 0
     assert seen == [[row]]
@@ -136,7 +136,7 @@ def test_tuning_writes_its_file_and_says_what_it_gained(
     from statemix.kernels.tuning_file import load_tuning
 
     sizes = ("sm_90", 8, 8, torch.float32)
-    rows = {row_of: TunedRow(*sizes, row_of(*sizes)) for row_of in (additive_config, delta_config)}
+    rows = {row_of: TunedConfig(*sizes, row_of(*sizes)) for row_of in (additive_config, delta_config)}
     asked = list[dict[str, Any]]()
 
     def tune(sizes: Sizes, **options: Any) -> Tuned:
@@ -160,7 +160,7 @@ def test_what_was_tuned_is_kept_when_the_next_family_fails(monkeypatch: pytest.M
     from statemix.benchmarks.tuning import Tuned
     from statemix.kernels.tuning_file import load_tuning
 
-    row = TunedRow("sm_90", 8, 8, torch.float32, additive_config("sm_90", 8, 8, torch.float32))
+    row = TunedConfig("sm_90", 8, 8, torch.float32, additive_config("sm_90", 8, 8, torch.float32))
 
     def tune(sizes: Sizes, *, ops: list[str], **options: Any) -> Tuned:
         if "kda" in ops:
@@ -177,7 +177,7 @@ def test_recurrences_are_tuned_together_where_they_share_a_row(monkeypatch: pyte
     from statemix.benchmarks.tuning import Tuned
 
     asked = list[list[str]]()
-    row = TunedRow("sm_90", 8, 8, torch.float32, additive_config("sm_90", 8, 8, torch.float32))
+    row = TunedConfig("sm_90", 8, 8, torch.float32, additive_config("sm_90", 8, 8, torch.float32))
     monkeypatch.setattr(
         "statemix.benchmarks.tuning.tune", lambda sizes, *, ops, **_: (asked.append(ops), Tuned(row, 1.0, {}))[1]
     )

@@ -15,7 +15,7 @@ from statemix.kernels.launch_config import (
     AdditiveConfig,
     Config,
     Tiles,
-    TunedRow,
+    TunedConfig,
     additive_config,
     candidates,
     delta_config,
@@ -24,8 +24,8 @@ from statemix.kernels.launch_config import (
 SIZES = Sizes(1, 20, 1, 1, 16, 16)
 CPU = torch.device("cpu")
 PRESENT = additive_config("interpreter", 16, 16, torch.float32)
-FAST_WALK = replace(PRESENT, walk=Tiles(16, 8, 2))
-FASTER_WALK = replace(PRESENT, walk=Tiles(16, 4, 3))
+FAST_SCAN = replace(PRESENT, scan=Tiles(16, 8, 2))
+FASTER_SCAN = replace(PRESENT, scan=Tiles(16, 4, 3))
 FAST_SUMMARY = replace(PRESENT, summary=Tiles(16, 4, 4))
 WRONG = replace(PRESENT, gradients=Tiles(16, 8, 1))
 
@@ -33,8 +33,8 @@ WRONG = replace(PRESENT, gradients=Tiles(16, 8, 1))
 def milliseconds(config: Config) -> float:
     """Of a made-up device: the choices gain independently of each other."""
     assert isinstance(config, AdditiveConfig)
-    walk = {FAST_WALK.walk: 0.9, FASTER_WALK.walk: 0.8}.get(config.walk, 1.0)
-    return 10 * walk * (0.5 if config.gradients == WRONG.gradients else 1.0) - (config.summary == FAST_SUMMARY.summary)
+    scan = {FAST_SCAN.scan: 0.9, FASTER_SCAN.scan: 0.8}.get(config.scan, 1.0)
+    return 10 * scan * (0.5 if config.gradients == WRONG.gradients else 1.0) - (config.summary == FAST_SUMMARY.summary)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(trial: Trial) -> dict[str, Both]:
         return {op: Both(milliseconds(trial.config), 2 * milliseconds(trial.config)) for op in trial.ops}
 
-    tried = [PRESENT, FAST_WALK, FASTER_WALK, FAST_SUMMARY, WRONG]
+    tried = [PRESENT, FAST_SCAN, FASTER_SCAN, FAST_SUMMARY, WRONG]
     monkeypatch.setattr(tuning, "run_isolated", run_here)
     monkeypatch.setattr(tuning, "candidates", lambda *sizes: tried)
     monkeypatch.setattr(tuning, "check_trial", lambda trial: "off by 1" if trial.config == WRONG else "")
@@ -63,14 +63,14 @@ def tune_here(lines: list[str]) -> tuning.Tuned:
 def test_the_best_tiles_of_each_kernel_are_joined_and_wrong_ones_left_out(device: None) -> None:
     lines: list[str] = []
     tuned = tune_here(lines)
-    assert tuned.row.config == replace(PRESENT, walk=FASTER_WALK.walk, summary=FAST_SUMMARY.summary)
+    assert tuned.row.config == replace(PRESENT, scan=FASTER_SCAN.scan, summary=FAST_SUMMARY.summary)
     assert tuned.score == pytest.approx(0.7)
     assert any("gradients 16x8x1: left out, off by 1" in line for line in lines)
     assert tuned.measured["ms"]["gla"]["forward_ms"] == pytest.approx(7.0)
 
 
 def test_a_gain_within_the_noise_keeps_the_present_row(device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "candidates", lambda *sizes: [PRESENT, FAST_WALK])
+    monkeypatch.setattr(tuning, "candidates", lambda *sizes: [PRESENT, FAST_SCAN])
     monkeypatch.setattr(tuning, "LEAST_GAIN", 0.2)
     tuned = tune_here([])
     assert tuned.row.config == PRESENT and tuned.score == 1
@@ -124,12 +124,12 @@ def test_what_workers_do_runs_on_a_cpu() -> None:
 def test_only_tiles_of_kernels_that_run_are_tried() -> None:
     delta = delta_config("interpreter", 16, 16, torch.float32)
     reads = {
-        "gla": {"channel_walk", "channel_pairs", "channel_gradients"},
-        "mamba2": {"walk", "saving", "reverse", "gradients"},
-        "retnet": {"walk", "reverse", "gradients"},
-        "deltanet": {"products", "product_registers", "walk", "saving", "reverse", "gradients"},
-        "kda": {"products", "product_registers", "walk", "saving", "reverse", "channel_pairs", "channel_gradients"},
-        "deltanet_blocks": {"products", "product_registers", "outputs", "reverse", "gradients"},
+        "gla": {"channel_scan", "channel_scores", "channel_gradients"},
+        "mamba2": {"scan", "saving", "reverse", "gradients"},
+        "retnet": {"scan", "reverse", "gradients"},
+        "deltanet": {"intra_chunk", "max_registers", "scan", "saving", "reverse", "gradients"},
+        "kda": {"intra_chunk", "max_registers", "scan", "saving", "reverse", "channel_scores", "channel_gradients"},
+        "deltanet_blocks": {"intra_chunk", "max_registers", "outputs", "reverse", "gradients"},
     }
     for name, own in reads.items():
         [op] = find_ops([name])
@@ -151,13 +151,13 @@ def test_a_row_of_the_delta_family_is_of_the_channels_of_one_block(
     monkeypatch.setattr(tuning, "candidates", lambda *given: [present, faster])
     monkeypatch.setattr(tuning, "time_trial", lambda trial: {name: Both(1.0 + (trial.config == present), 2.0)})
     made = tune(SIZES, dtype=torch.float32, ops=[name], device=CPU, show=print, num_workers=1, backend="torch")
-    assert made.row == TunedRow("interpreter", key_dim, 16, torch.float32, faster)
+    assert made.row == TunedConfig("interpreter", key_dim, 16, torch.float32, faster)
 
 
 def test_joining_changes_nothing_without_a_gain() -> None:
     base = Outcome(PRESENT, {"gla": Both(1.0, 2.0)})
     slower = [
         Outcome(config, {"gla": Both(1.1, 2.0)})
-        for config in candidates(TunedRow("interpreter", 16, 16, torch.float32, PRESENT))
+        for config in candidates(TunedConfig("interpreter", 16, 16, torch.float32, PRESENT))
     ]
     assert join_best(slower, base) == PRESENT

@@ -17,7 +17,7 @@ from statemix import ScanResult, scan
 from statemix.benchmarks.bench import DTYPES
 from statemix.benchmarks.gpu_configurations import CASES, DELTA_CASES, EVERY_TILE, Configuration, configurations
 from statemix.benchmarks.ops import OPS, names_of
-from statemix.kernels.launch_config import FAMILIES, AdditiveConfig, DeltaConfig, Tiles, additive_config, delta_config
+from statemix.kernels.launch_config import ARCHS, AdditiveConfig, DeltaConfig, Tiles, additive_config, delta_config
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ADDITIVE, DELTA = names_of("additive"), names_of("delta", timed_only=False)
@@ -42,12 +42,14 @@ def padded(size: int) -> int:
 
 def tile_classes(config: AdditiveConfig | DeltaConfig, key_dim: int, value_dim: int) -> set[tuple[object, ...]]:
     """What decides the tiles: the row of the table and the widths that they are padded, or fitted, to."""
-    by_value = {name: tiles for name, tiles in vars(config).items() if isinstance(tiles, Tiles) and name != "products"}
+    by_value = {
+        name: tiles for name, tiles in vars(config).items() if isinstance(tiles, Tiles) and name != "intra_chunk"
+    }
     blocks = sorted({tiles.block for tiles in by_value.values()})
     found: set[tuple[object, ...]] = {(config, padded(key_dim), *(min(block, padded(value_dim)) for block in blocks))}
     if isinstance(config, DeltaConfig):  # products with the inverse; gradients of pairs, without a gate and with one
-        fitted = config.products.fitted_to
-        found |= {("products", config, fitted(key_dim))}
+        fitted = config.intra_chunk.fitted_to
+        found |= {("intra_chunk", config, fitted(key_dim))}
         found |= {("pairs", config, fitted(value_dim), fitted(max(key_dim, value_dim)))}
     return found
 
@@ -63,8 +65,8 @@ def classes_of(row_of: Callable[[int, int], Any], sizes: Iterable[tuple[int, int
 def test_every_configuration_that_can_be_chosen_is_listed(script: Any, depth: str, dtype: str) -> None:
     for op in ADDITIVE:
         listed = [c for c in configurations(ADDITIVE, depth=depth) if c.op == op and c.dtype == dtype]
-        for family in FAMILIES:
-            row_of = functools.partial(additive_config, family, dtype=DTYPES[dtype])
+        for arch in ARCHS:
+            row_of = functools.partial(additive_config, arch, dtype=DTYPES[dtype])
             covered = classes_of(row_of, [(c.key_dim, c.value_dim) for c in listed])
             assert classes_of(row_of, SIZES) <= covered, op
 
@@ -75,8 +77,8 @@ def test_every_configuration_that_can_be_chosen_is_listed(script: Any, depth: st
 def test_three_recurrences_of_the_delta_family_meet_every_tile(script: Any, depth: str, dtype: str) -> None:
     for op in EVERY_TILE:
         listed = [c for c in configurations(DELTA, depth=depth) if c.op == op and c.dtype == dtype]
-        for family in FAMILIES:
-            row_of = functools.partial(delta_config, family, dtype=DTYPES[dtype])
+        for arch in ARCHS:
+            row_of = functools.partial(delta_config, arch, dtype=DTYPES[dtype])
             covered = classes_of(row_of, [(c.key_dim, c.value_dim) for c in listed])
             assert classes_of(row_of, SIZES) <= covered, op
 

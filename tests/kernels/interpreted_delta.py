@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from statemix import scan
 from statemix.kernels import ScanOperands, scan_operands
-from statemix.kernels.recurrent_triton import recurrent_forward
+from statemix.kernels.triton.recurrent import recurrent_forward
 from statemix.transitions import DiagonalGate, Householder, ScalarGate, Transition
 
 DECAYS = ("none", "scalar", "diagonal")

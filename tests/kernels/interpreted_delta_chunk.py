@@ -38,10 +38,10 @@ from interpreted_delta import (  # noqa: E402
 from statemix import scan  # noqa: E402
 from statemix.harness import CATALOGUE, Sizes, check_transition  # noqa: E402
 from statemix.kernels import ScanOperands, chunk_kernels, delta_triton, launch_config  # noqa: E402
-from statemix.kernels.gate_triton import cumulative_gate  # noqa: E402
-from statemix.kernels.inverse_triton import inverse_products  # noqa: E402
 from statemix.kernels.launch_config import DeltaConfig, Tiles  # noqa: E402
 from statemix.kernels.spans import batch_spans  # noqa: E402
+from statemix.kernels.triton.intra_chunk.ut_transform import inverse_products  # noqa: E402
+from statemix.kernels.triton.primitives.cumulative_gate import cumulative_gate  # noqa: E402
 from statemix.transitions import BlockDiagonal, Householder, Product, ScalarGate  # noqa: E402
 
 FLOAT32 = 1e-5, 1e-4  # of results and of gradients, in norm: sums of a hundred terms
@@ -254,7 +254,7 @@ def test_segments_packed(decay: str) -> None:
 
 def expect_segments(operands: ScanOperands, loss: str) -> None:
     """The definition, and bit by bit the same when backward walks the segments once more."""
-    assert delta_triton._plan(operands).cut.segments is not None
+    assert delta_triton._plan(operands).partition.segments is not None
     got = expect_definition(operands, loss=loss)
     expect_equal(differentiate(operands, functools.partial(kernels, recompute=True), loss), got)
 

@@ -1,6 +1,6 @@
-"""Kernels compiled for four families of GPUs with no GPU: shared memory, spills, and registers read before a write.
+"""Kernels compiled for four archs of GPUs with no GPU: shared memory, spills, and registers read before a write.
 
-Each family compiles in a process of its own, since kernels that another test has imported under Triton's interpreter
+Each arch compiles in a process of its own, since kernels that another test has imported under Triton's interpreter
 cannot be compiled. All variants under three versions of Triton: ``make compile-matrix``, whose result is checked here.
 """
 
@@ -25,7 +25,7 @@ from compiler_process import CompilerProcess  # noqa: E402
 from kernel_variants import Result, Variant  # noqa: E402
 from machine_code import early_reads, parse_sass, read, written  # noqa: E402
 
-from statemix.kernels.launch_config import FAMILIES, Family  # noqa: E402
+from statemix.kernels.launch_config import ARCHS, Arch  # noqa: E402
 
 # What ptxas 12.8.93 made of a walk over chunks with blocks of 16 values, 4 warps and 1 stage for sm_90.
 HOISTED_DESCRIPTOR = """
@@ -166,18 +166,18 @@ def test_a_variant_that_ends_the_compiler_gets_that_as_its_fault(
         assert "No module named 'absent'" in str(compiler.compile(replace(variant, module="absent")).fault)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("decay", ["none", "scalar", "diagonal"])
 @pytest.mark.parametrize("reads_before_decay", [False, True])
 def test_an_inverse_is_made_of_float16_parts_where_no_decay_makes_its_matrix_small(
-    family: Family, dtype: torch.dtype, decay: kernel_calls.Decay, reads_before_decay: bool
+    arch: Arch, dtype: torch.dtype, decay: kernel_calls.Decay, reads_before_decay: bool
 ) -> None:
     """Entries below 6e-8 have no float16: with gates of -20 the gradient of a direction was lost."""
     call = kernel_calls.Configuration("delta", decay, 64, 64, dtype, reads_before_decay=reads_before_decay)
-    [inverse] = [x for x in kernel_calls.record(call, family) if x.kernel.__name__ == "_inverse_kernel"]
+    [inverse] = [x for x in kernel_calls.record(call, arch) if x.kernel.__name__ == "_inverse_kernel"]
     has_decay = decay == "diagonal" or (decay == "scalar" and reads_before_decay)
-    in_parts = dtype != torch.float32 and family != "gfx942" and not has_decay
+    in_parts = dtype != torch.float32 and arch != "gfx942" and not has_decay
     assert (inverse.constants["EXACT"] == "float16x3") == in_parts
 
 
@@ -188,14 +188,14 @@ def test_maps_of_segments_are_walked_once_where_they_are_saved(saves: bool, coun
     assert sum(x.args[x.kernel.arg_names.index("maps_ptr")] is not None for x in walks) == count
 
 
-@pytest.mark.parametrize("complete", [("sm_90",), FAMILIES])
+@pytest.mark.parametrize("complete", [("sm_90",), ARCHS])
 def test_the_matrix_holds_what_is_complete_and_ends_where_what_was_asked_for_is_not(
-    complete: tuple[Family, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    complete: tuple[Arch, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variants: dict[Family, Variant] = {family: Variant("m", "k", "", family, (), (), 4, 1) for family in FAMILIES}
+    variants: dict[Arch, Variant] = {arch: Variant("m", "k", "", arch, (), (), 4, 1) for arch in ARCHS}
     for name in ("MATRIX", "KEPT"):
         monkeypatch.setattr(compile_matrix, name, tmp_path / name)
-    monkeypatch.setattr(compile_matrix, "calls_by_variant", lambda families: {variants[x]: "call" for x in families})
+    monkeypatch.setattr(compile_matrix, "calls_by_variant", lambda archs: {variants[x]: "call" for x in archs})
     lines = [{"key": variants[x].key, "triton": "3.10.0"} | asdict(Result()) for x in complete]
     compile_matrix.KEPT.write_text("\n".join(map(json.dumps, lines)))
     assert compile_matrix.write_matrix(["3.10.0"], complete) == 0
@@ -219,9 +219,9 @@ def test_launches_are_written_in_their_order_and_with_the_memory_that_they_share
     monkeypatch.setattr(compile_matrix, "configurations", lambda: [call])
     compile_matrix.write_launches(tmp_path / "launches")
     lines = [json.loads(line) for line in (tmp_path / "launches").read_text().splitlines()]
-    assert [line[0] for line in lines] == sorted((line[0] for line in lines), key=FAMILIES.index)
+    assert [line[0] for line in lines] == sorted((line[0] for line in lines), key=ARCHS.index)
     found = {(line[1], line[2]) for line in lines}
-    assert found == {(call, x.key) for x, call in compile_matrix.calls_by_variant(FAMILIES).items()}
+    assert found == {(call, x.key) for x, call in compile_matrix.calls_by_variant(ARCHS).items()}
     gate, walk = (line[4] for line in lines[:2])
     assert gate[1] in walk and gate[1][0] == "torch.float32" and gate[1][1] == [2, 16, 32768]
 
@@ -239,15 +239,15 @@ def test_thirty_lengths_compile_nothing_after_the_first_three(is_packed: bool) -
     assert all(found <= known for found in others[2:])
 
 
-# It takes 40 s a family. What the others make of these very sources stands in the committed matrix, see below.
-@pytest.mark.parametrize("family", [x if x == "sm_90" else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES])
-def test_a_sample_of_kernels_compiles_and_fits(family: str) -> None:
-    command = [sys.executable, "-P", str(ROOT / "tools" / "compile_matrix.py"), "--sample", family]
+# It takes 40 s a arch. What the others make of these very sources stands in the committed matrix, see below.
+@pytest.mark.parametrize("arch", [x if x == "sm_90" else pytest.param(x, marks=pytest.mark.slow) for x in ARCHS])
+def test_a_sample_of_kernels_compiles_and_fits(arch: str) -> None:
+    command = [sys.executable, "-P", str(ROOT / "tools" / "compile_matrix.py"), "--sample", arch]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert 10 <= len(results) <= 30  # times four families: at most 120
+    assert 10 <= len(results) <= 30  # times four archs: at most 120
     for result in results:
         print("{call}: {kernel} spills {spills} registers, {shared} bytes, {seconds} s".format(**result))
     assert [result for result in results if result["fault"]] == []
@@ -256,11 +256,11 @@ def test_a_sample_of_kernels_compiles_and_fits(family: str) -> None:
 def test_the_committed_matrix_is_of_these_kernels_and_holds_no_fault() -> None:
     matrix = json.loads(compile_matrix.MATRIX.read_text())
     compiled = matrix["compiled"]
-    assert {family for found in compiled.values() for family in found} == set(FAMILIES) and len(compiled) == 3
-    keys = {variant.key for variant in compile_matrix.calls_by_variant(FAMILIES)}
+    assert {arch for found in compiled.values() for arch in found} == set(ARCHS) and len(compiled) == 3
+    keys = {variant.key for variant in compile_matrix.calls_by_variant(ARCHS)}
     assert {entry["key"] for entry in matrix["variants"]} == keys, "the kernels have changed; run make compile-matrix"
     for entry in matrix["variants"]:
-        assert list(entry["results"]) == [version for version in compiled if entry["family"] in compiled[version]]
+        assert list(entry["results"]) == [version for version in compiled if entry["arch"] in compiled[version]]
     fault = matrix["columns"].index("fault")
     faults = [
         (entry["call"], entry["kernel"], version, result[fault])

@@ -143,7 +143,7 @@ def test_other_code_has_another_digest(old: str, new: str, tmp_path: Path) -> No
         Variant("m", "k", "code", "sm_90", ((0, "*bf16"),), ((1, 64), (2, True)), 4, 2),
         Variant("m", "k", "other", "sm_90", ((0, "*bf16"),), ((1, 64), (2, True)), 4, 1),
     ],
-    ids=["type", "constant", "absent", "family", "num_warps", "num_stages", "code"],
+    ids=["type", "constant", "absent", "arch", "num_warps", "num_stages", "code"],
 )
 def test_a_key_is_of_code_types_constants_and_options_and_of_no_name(other: Variant) -> None:
     variant = Variant("m", "k", "code", "sm_90", ((0, "*bf16"),), ((1, 64), (2, True)), 4, 1)

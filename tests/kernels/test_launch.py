@@ -13,7 +13,7 @@ from statemix.kernels.launch_config import (
     AdditiveConfig,
     Config,
     Tiles,
-    TunedRow,
+    TunedConfig,
     additive_config,
     compile_for,
     delta_config,
@@ -95,15 +95,15 @@ def test_a_plan_that_was_made_before_does_not_hide_a_tuned_row() -> None:
 
     x = torch.zeros(1, 130, 1, 64, dtype=torch.bfloat16)
     operands = scan_of(x, None, None, erases=False)
-    row = TunedRow("sm_90", 64, 64, torch.bfloat16, AdditiveConfig.uniform(32, Tiles(64, 4, 1)))
+    row = TunedConfig("sm_90", 64, 64, torch.bfloat16, AdditiveConfig.uniform(32, Tiles(64, 4, 1)))
     with compile_for("sm_90"):
-        before = _plan(operands).cut.chunks.count
+        before = _plan(operands).partition.chunks.count
         with override([row]):
-            assert _plan(operands).cut.chunks.count == 5
-        assert _plan(operands).cut.chunks.count == before == 3
+            assert _plan(operands).partition.chunks.count == 5
+        assert _plan(operands).partition.chunks.count == before == 3
 
 
-def forward_then_backward(operands: ScanOperands, first: TunedRow, then: TunedRow) -> None:
+def forward_then_backward(operands: ScanOperands, first: TunedConfig, then: TunedConfig) -> None:
     """Both passes on the meta device, each under a row of its own."""
     from statemix.kernels import additive_triton, delta_triton
 
@@ -146,6 +146,6 @@ def test_a_backward_pass_that_would_cut_otherwise_than_its_forward_pass_is_refus
     gate = {"scalar": x[..., 0].float(), "diagonal": x.float()}.get(decay or "")
     is_refused = then != SAME and (present is DELTA or "fill" not in then)
     operands = scan_of(x, gate, offsets, erases=present is DELTA)
-    rows_of = [TunedRow("sm_90", *SIZES, replace(present, **change)) for change in (first, then)]
+    rows_of = [TunedConfig("sm_90", *SIZES, replace(present, **change)) for change in (first, then)]
     with pytest.raises(ValueError, match="tiles: .*backward inside the same") if is_refused else nullcontext():
         forward_then_backward(operands, *rows_of)

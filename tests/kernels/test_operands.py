@@ -262,7 +262,7 @@ def test_more_writes_than_one_need_as_many_erase_pairs() -> None:
 
 def test_the_kinds_of_decay_are_those_that_kernels_are_compiled_for() -> None:
     pytest.importorskip("triton")
-    from statemix.kernels.tile_triton import decay_kind
+    from statemix.kernels.triton.primitives.gates import decay_kind
 
     x = torch.zeros(1, 2, 3, 4)
     for log_decay in (None, x[0, 0, :, 0], x[..., 0], x):

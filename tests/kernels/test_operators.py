@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from statemix.kernels import ScanOperands, chunk_kernels, recurrent_kernels, torch_kernels
 from statemix.kernels.launch import recording
-from statemix.kernels.launch_config import FAMILIES, compile_for
+from statemix.kernels.launch_config import ARCHS, compile_for
 from statemix.kernels.operators import saved_like, segments_of
 
 DECAYS = (None, "scalar", "diagonal")
@@ -197,7 +197,7 @@ def test_opcheck_passes(decay: str | None, variant: str) -> None:
     expect_opcheck(draw(decay, seq_len=6, **VARIANTS[variant]))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ARCHS)
 def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_make(family: Any) -> None:
     delta = ("free", "three_steps_packed", "tied_without_weights", "tied_blocks")
     for decay, variant, dims, seq_len in product(DECAYS, delta, ((16, 24), (128, 64)), (4, 130, 1300)):

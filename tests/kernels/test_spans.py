@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from statemix.kernels.spans import CutRule, cut_rows
+from statemix.kernels.spans import PartitionRule, partition
 
-RULE = CutRule(chunk_size=64, fill=256, shortest=8, fewest=3)
+RULE = PartitionRule(chunk_size=64, fill=256, shortest=8, fewest=3)
 
 
 @pytest.mark.parametrize(
@@ -18,23 +18,23 @@ RULE = CutRule(chunk_size=64, fill=256, shortest=8, fewest=3)
     ],
 )
 def test_as_many_segments_as_there_is_room_for(rows: int, programs: int, length: int) -> None:
-    cut = cut_rows(1, rows, None, programs, RULE)
-    assert cut.segments is not None and cut.segments.length == length
-    assert cut.segments.count == -(-rows // length) and cut.segments.count * programs <= RULE.fill
+    parts = partition(1, rows, None, programs, RULE)
+    assert parts.segments is not None and parts.segments.length == length
+    assert parts.segments.count == -(-rows // length) and parts.segments.count * programs <= RULE.fill
 
 
 @pytest.mark.parametrize(
     ("rows", "programs"),
     [(32768, 86), (32768, 256), (32768, 1000), (512, 1), (1, 1)],
-    ids=["two segments would not pay", "full", "more than full", "eight chunks", "one row"],
+    ids=["two segments would not pay", "full", "more than full", "eight chunks", "one micro-step"],
 )
 def test_others_stay_whole(rows: int, programs: int) -> None:
-    assert cut_rows(1, rows, None, programs, RULE).segments is None
+    assert partition(1, rows, None, programs, RULE).segments is None
 
 
 def test_a_batch_fills_the_device_as_heads_do() -> None:
-    assert cut_rows(8, 32768, None, 32, RULE).segments is None
-    few = cut_rows(2, 32768, None, 32, RULE).segments
+    assert partition(8, 32768, None, 32, RULE).segments is None
+    few = partition(2, 32768, None, 32, RULE).segments
     assert few is not None and (few.per_sequence, few.count) == (4, 8)
 
 
@@ -44,9 +44,9 @@ def test_there_is_room_for_all_segments_and_no_more(
     programs: int, batch: int, rows: int, documents: int | None
 ) -> None:
     offsets = None if documents is None else torch.linspace(0, rows, documents + 1).int()
-    cut, count = cut_rows(batch, rows, offsets, programs, RULE), batch if documents is None else documents
+    parts, count = partition(batch, rows, offsets, programs, RULE), batch if documents is None else documents
     kept = RULE.segments(batch, rows, programs * count, documents)
-    assert kept == ((0, 0) if cut.segments is None else (cut.segments.count, cut.segments.length))
+    assert kept == ((0, 0) if parts.segments is None else (parts.segments.count, parts.segments.length))
 
 
 def test_no_room_is_kept_where_sequences_fill_the_device_or_nearly() -> None:

@@ -33,8 +33,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
-from .tile_triton import bounded, load_step
+from statemix.kernels.launch import launch
+
+from .gates import bounded
+from .loads import load_step
 
 LIMIT = tl.constexpr(64.0)
 FLOAT16_LIMIT = tl.constexpr(4.0)

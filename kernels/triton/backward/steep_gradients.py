@@ -1,6 +1,6 @@
-"""Gradients of pairs of steep rows under a diagonal decay, by the levels of ``channel_levels_triton``.
+"""Gradients of pairs of steep rows under a diagonal decay, by the levels of ``channel_factors``.
 
-Added to what ``channel_gradients_triton`` has made of everything else. At a level a row is either a query (of a later
+Added to what ``channel_gradients`` has made of everything else. At a level a row is either a query (of a later
 half) or a key (of an earlier one), so with M the level's entries of dP and dP^T and X = E * (q or k), one product
 D = M X holds the level's share of both gradients, E D, and of the gradient of every row's exponent, X D. That one is
 spread over the gates in the exponent: each gate gets the pairs that it lies between, never a difference of larger sums.
@@ -16,11 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .channel_levels_triton import is_later, level_factors, split_gate, spread, spread_tables, sum_tables
-from .launch import launch
-from .launch_config import Tiles, device_family, products_in
-from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import load_rows, load_scalars, load_step, locate_chunk
+from statemix.kernels.launch import launch
+from statemix.kernels.launch_config import Tiles, device_arch, products_in
+from statemix.kernels.spans import Spans, ceil_div, power_of_2_from
+from statemix.kernels.triton.primitives.channel_factors import (
+    is_later,
+    level_factors,
+    split_gate,
+    spread,
+    spread_tables,
+    sum_tables,
+)
+from statemix.kernels.triton.primitives.loads import load_rows, load_scalars, load_step, locate_chunk
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq"])
@@ -216,7 +223,7 @@ def add_steep_gradients(
         "CHUNK": size,
         "LEVELS": levels,
         "QUERY_STEPS": query_steps,
-        "PRECISION": products_in(q.dtype, device_family(q.device)),
+        "PRECISION": products_in(q.dtype, device_arch(q.device)),
     }
     place = (chunks.seq_len, chunks.per_sequence)
     launch(
@@ -249,7 +256,7 @@ def add_steep_gradients(
             "K": key_dim,
             "BLOCK_K": tiles.block,
             "STEPS": num_steps,
-            "SELECTS_POINTERS": device_family(q.device) != "gfx942",
+            "SELECTS_POINTERS": device_arch(q.device) != "gfx942",
             "STAGES": tiles.num_stages,
         },
         num_warps=tiles.num_warps,

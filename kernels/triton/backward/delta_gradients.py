@@ -3,7 +3,7 @@
     dq = (dO S) reach scale + dP b       x  = -(dR S) reach + dA b        da = r x      dr = x^T a
     db = (U dS) rest + dP^T q + dA^T (r a)
 
-with dP and dA of ``pair_gradients_triton``, which makes dv and dw too. A scalar gate gets what rows i >= t take from
+with dP and dA of ``score_gradients``, which makes dv and dw too. A scalar gate gets what rows i >= t take from
 the state, what rows j < t write to it and S total dS here, and there the pairs that it lies between.
 
 Work split: one program a (block of K, chunk, head); U, dO and dR are read whole by each. Sums over K (dr, the gate) are
@@ -22,21 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
-from .launch_config import Tiles, device_family, products_in
-from .operands import ScanOperands
-from .pair_gradients_triton import pair_gradients
-from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import (
-    SCALAR,
-    decay_kind,
-    load_gate,
-    load_gate_before,
-    load_rows,
-    load_scalars,
-    load_step,
-    locate_chunk,
-)
+from statemix.kernels.launch import launch
+from statemix.kernels.launch_config import Tiles, device_arch, products_in
+from statemix.kernels.operands import ScanOperands
+from statemix.kernels.spans import Spans, ceil_div, power_of_2_from
+from statemix.kernels.triton.primitives.gates import SCALAR, decay_kind, load_gate, load_gate_before
+from statemix.kernels.triton.primitives.loads import load_rows, load_scalars, load_step, locate_chunk
+
+from .score_gradients import pair_gradients
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
@@ -295,7 +288,7 @@ def delta_gradients(
             "STEPS": steps,
             "DECAY": decay_kind(operands.log_decay),
             "READS_BEFORE": operands.reads_before_decay,
-            "PRECISION": products_in(q.dtype, device_family(q.device)),
+            "PRECISION": products_in(q.dtype, device_arch(q.device)),
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

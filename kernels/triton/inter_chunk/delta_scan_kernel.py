@@ -1,6 +1,6 @@
-"""The walk of the delta family: that of ``walk_triton`` with every value corrected by what the state holds already.
+"""The walk of the delta family: that of ``additive_scan`` with every value corrected by what the state holds already.
 
-Forward, for the rows of one chunk and the state S at its start; Q, W and T are those of ``inverse_triton``:
+Forward, for the rows of one chunk and the state S at its start; Q, W and T are those of ``ut_transform``:
 
     R = w v - (r a reach) S^T      o = scale (q reach) S^T + Q R      S <- S total + R^T W      U = T R
 
@@ -9,7 +9,7 @@ Reverse, last chunk first, dS at the chunk's end:
     dR = Q^T dO + W dS^T           dS <- dS total + scale dO^T (q reach) - dR^T (r a reach)
 
 U is stored for the gradients only: nothing in the walk waits for it. Where a head has several blocks the walk makes
-states only, and ``delta_outputs_triton`` the rest. R, and dR where it meets a, are two 16-bit parts: with beta = 2 and
+states only, and ``delta_outputs`` the rest. R, and dR where it meets a, are two 16-bit parts: with beta = 2 and
 a key that repeats, its terms in S cancel, and one part would lose the value beside them (0.08 of the output after 2048
 tokens).
 
@@ -19,25 +19,20 @@ those of the identity. ``join_maps`` chains them; the reverse walk chains P^T. (
 inside Q.)
 
 Work split: one program a (block of V, head, span); the state is a float32 tile [K, BLOCK_V] in registers, transposed as
-in ``walk_triton``. Bytes a row and head, 16-bit, K = V = 128, C = 64: reads q, a, W, v and Q (1152), writes o (256); in
-training reads T (128), writes U (256) and states (512); with states only it reads a, W and v (768) and writes those.
+in ``additive_scan``. Bytes a row and head, 16-bit, K = V = 128, C = 64: reads q, a, W, v and Q (1152), writes o (256);
+in training reads T (128), writes U (256) and states (512); with states only it reads a, W and v (768) and writes those.
 Floor: q, a, W, v, Q and o. q, a, W and Q are read once a block of V, from the second-level cache after the first. The
-reverse walk reads q, a, W, dO and Q (1152), writes dR and dS (768). A segment adds the walks that make H and P, and
-4 (K V + K K) bytes written and read for the join.
+reverse walk reads q, a, W, dO and Q (1152), writes dR and dS (768). A segment adds the walks that make H and P, and 4
+(K V + K K) bytes written and read for the join.
 Shapes: B T HO HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: ``chunk.py``. Source: arXiv:2406.06484 section 3, arXiv:2412.06464 section 3.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .launch import launch
-from .launch_config import Tiles, device_family, products_in
-from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import DIAGONAL, SCALAR, load_gate_before, load_rows, load_scalars, load_step, locate, low_part
+from statemix.kernels.triton.primitives.gates import DIAGONAL, SCALAR, load_gate_before
+from statemix.kernels.triton.primitives.loads import load_rows, load_scalars, load_step, locate, low_part
 
 
 @triton.jit
@@ -289,184 +284,3 @@ def _delta_walk_kernel(
         place = maps_ptr + (index.to(tl.int64) * HV + head) * K * K + map_columns[None, :] * K + k_columns[:, None]
         is_inside = (map_columns >= 0) & (map_columns < K)
         tl.store(place, state, mask=mask_k[:, None] & is_inside[None, :])
-
-
-@triton.jit(do_not_specialize=["spans_per_seq"])
-def _join_maps_kernel(
-    initial_ptr,  # [N, HV, V, K] float32, or None
-    updates_ptr,  # H, [spans, HV, V, K] float32, replaced by the state each segment starts from
-    maps_ptr,  # P, [spans, HV, K, K] float32
-    final_ptr,  # [N, HV, V, K] float32
-    offsets_ptr,  # [N + 1] segments before each document, or None for a batch
-    spans_per_seq,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """S[s + 1] = S[s] P[s] + H[s] over the segments of one sequence; in reverse dS[s - 1] = dS[s] P[s]^T + H[s]."""
-    BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    pid = tl.program_id(0)
-    head = ((pid // BLOCKS_V) % HV).to(tl.int64)
-    sequence = (pid // (BLOCKS_V * HV)).to(tl.int64)
-    if offsets_ptr is not None:
-        first, last = tl.load(offsets_ptr + sequence).to(tl.int64), tl.load(offsets_ptr + sequence + 1).to(tl.int64)
-    else:
-        first, last = sequence * spans_per_seq, (sequence + 1) * spans_per_seq
-    values = (pid % BLOCKS_V) * BLOCK_V + tl.arange(0, BLOCK_V)
-    columns = tl.arange(0, BLOCK_K)
-    mask = (values < V)[:, None] & (columns < K)[None, :]
-    offset = values[:, None] * K + columns[None, :]
-    if initial_ptr is not None:
-        state = tl.load(initial_ptr + (sequence * HV + head) * K * V + offset, mask=mask, other=0.0)
-    else:
-        state = tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32)
-    for i in range((last - first).to(tl.int32)):
-        segment = first + i
-        if REVERSE:
-            segment = last - 1 - i
-        update_ptr = updates_ptr + (segment * HV + head) * K * V
-        map_ptr = maps_ptr + (segment * HV + head) * K * K
-        update = tl.load(update_ptr + offset, mask=mask, other=0.0)
-        tl.debug_barrier()
-        tl.store(update_ptr + offset, state, mask=mask)
-        tl.debug_barrier()  # the product reads the state back by columns
-        for block in range((K + BLOCK - 1) // BLOCK):
-            inner = block * BLOCK + tl.arange(0, BLOCK)
-            part_ptr = update_ptr + values[:, None] * K + inner[None, :]
-            part = tl.load(part_ptr, mask=(values < V)[:, None] & (inner < K)[None, :], other=0.0)
-            if REVERSE:
-                place = map_ptr + columns[None, :] * K + inner[:, None]
-            else:
-                place = map_ptr + inner[:, None] * K + columns[None, :]
-            matrix = tl.load(place, mask=(inner < K)[:, None] & (columns < K)[None, :], other=0.0)
-            update = tl.dot(part, matrix, update, input_precision=PRECISION)
-        state = update
-    tl.store(final_ptr + (sequence * HV + head) * K * V + offset, state, mask=mask)
-
-
-class DeltaWalkInputs(NamedTuple):
-    """What the walk reads; names and shapes as in ``_delta_walk_kernel``.
-
-    Attributes:
-        decay, reads_before_decay, num_steps, scale: of the call.
-    """
-
-    query: Tensor
-    eraser: Tensor
-    key: Tensor
-    value: Tensor
-    pairs: Tensor
-    rate: Tensor | None
-    weight: Tensor | None
-    gate: Tensor | None
-    initial: Tensor | None
-    decay: int
-    reads_before_decay: bool
-    num_steps: int
-    scale: float
-
-    def constants(self, tiles: Tiles) -> dict[str, Any]:
-        """The compile-time parameters that the walk and the outputs made from its states share."""
-        return {
-            "HQ": self.query.shape[2],
-            "HA": self.eraser.shape[2],
-            "HO": self.value.shape[2],
-            "HV": self.key.shape[2],
-            "K": self.key.shape[-1],
-            "V": self.value.shape[-1],
-            "CHUNK": self.pairs.shape[-1],
-            "BLOCK_K": max(16, power_of_2_from(self.key.shape[-1])),
-            "BLOCK_V": tiles.block,
-            "STEPS": self.num_steps,
-            "DECAY": self.decay,
-            "READS_BEFORE": self.reads_before_decay and self.decay == SCALAR.value,
-            "PRECISION": products_in(self.key.dtype, device_family(self.key.device)),
-        }
-
-
-def delta_walk(
-    inputs: DeltaWalkInputs,
-    spans: Spans,
-    *,
-    tiles: Tiles,
-    final: Tensor | None,
-    maps: Tensor | None = None,
-    output: Tensor | None = None,
-    states: Tensor | None = None,
-    corrected: tuple[Tensor | None, Tensor] | None = None,
-    reverse: bool = False,
-) -> None:
-    """Fill ``output`` (dR in reverse), ``states`` (each chunk starts from; in reverse those at its end) and ``final``.
-
-    Args:
-        maps: where P of every span goes; forward only, and from no initial state.
-        corrected: T, and where U goes.
-    """
-    value_dim, chunk_size = inputs.value.shape[-1], inputs.pairs.shape[-1]
-    heads, key_dim = inputs.key.shape[2:]
-    has_output = output is not None
-    inverse, corrected_rows = corrected if corrected is not None else (None, None)
-    assert reverse or output is None or heads == inputs.value.shape[2], "outputs of blocks are added up elsewhere"
-    blocks = ceil_div(value_dim, tiles.block) + (0 if maps is None else ceil_div(key_dim, tiles.block))
-    launch(
-        _delta_walk_kernel,
-        (spans.count * heads * blocks,),
-        (
-            inputs.query if has_output or reverse else None,
-            inputs.eraser,
-            inputs.key,
-            inputs.value,
-            inputs.pairs if has_output or reverse else None,
-            inputs.rate,
-            inputs.weight,
-            inputs.gate,
-            inputs.initial,
-            output,
-            inverse,
-            corrected_rows,
-            states,
-            final,
-            maps,
-            spans.table,
-            inputs.scale,
-            spans.seq_len,
-            spans.per_sequence,
-            ceil_div(spans.seq_len, chunk_size),
-            spans.length,
-            inputs.eraser.shape[0] * inputs.eraser.shape[1],
-        ),
-        {**inputs.constants(tiles), "REVERSE": reverse, "STAGES": tiles.num_stages},
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
-
-
-def join_maps(
-    initial: Tensor | None, updates: Tensor, maps: Tensor, final: Tensor, spans: Spans, *, reverse: bool
-) -> None:
-    """Turn the updates of segments into the states they start from, in place, and fill ``final``."""
-    num_sequences, heads, value_dim, key_dim = final.shape
-    block_v, family = 16, device_family(final.device)
-    prefetches = key_dim <= 128 and family != "gfx942"  # wider maps, or 64 KB of shared memory, hold one load
-    launch(
-        _join_maps_kernel,
-        (num_sequences * heads * ceil_div(value_dim, block_v),),
-        (initial, updates, maps, final, spans.offsets, spans.per_sequence),
-        {
-            "HV": heads,
-            "K": key_dim,
-            "V": value_dim,
-            "BLOCK_V": block_v,
-            "BLOCK_K": max(16, power_of_2_from(key_dim)),
-            "BLOCK": 32,
-            "REVERSE": reverse,
-            "PRECISION": products_in(final.dtype, family),
-        },
-        num_warps=8 if prefetches else 4,
-        num_stages=3 if prefetches else 1,
-    )

@@ -23,10 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
-from .operands import ScanOperands
-from .spans import Spans, ceil_div, power_of_2_from, whole_documents
-from .tile_triton import DIAGONAL, FIXED, LOG2_E, NO_DECAY, SCALAR, decay_kind, locate
+from statemix.kernels.launch import launch
+from statemix.kernels.operands import ScanOperands
+from statemix.kernels.spans import Spans, ceil_div, power_of_2_from, whole_documents
+from statemix.kernels.triton.primitives.gates import DIAGONAL, FIXED, LOG2_E, NO_DECAY, SCALAR, decay_kind
+from statemix.kernels.triton.primitives.loads import locate
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
     R = w v - (r a reach) S^T      o = sum over blocks of  scale (q reach) S^T + Q R      U = T R
 
-as in ``delta_walk_triton``, which makes o and U itself where a head has one block. Blocks of one head have states and
+as in ``delta_scan``, which makes o and U itself where a head has one block. Blocks of one head have states and
 keys of their own and share a value: here their read-outs add up in registers, and neither v nor o has a copy for each.
 For heads of one block walk and outputs together take longer than a walk that makes both (on an H200 at B8 T2048 H16
 K128 V128 0.27 against 0.19 ms, and 0.30 against 0.28 in training).
@@ -19,11 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .delta_walk_triton import DeltaWalkInputs, load_reach, read_out, residual_rows
-from .launch import launch
-from .launch_config import Tiles
-from .spans import Spans, ceil_div
-from .tile_triton import DIAGONAL, load_rows, load_step, locate_chunk, low_part
+from statemix.kernels.launch import launch
+from statemix.kernels.launch_config import Tiles
+from statemix.kernels.spans import Spans, ceil_div
+from statemix.kernels.triton.primitives.gates import DIAGONAL
+from statemix.kernels.triton.primitives.loads import load_rows, load_step, locate_chunk, low_part
+
+from .delta_scan import DeltaWalkInputs
+from .delta_scan_kernel import load_reach, read_out, residual_rows
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])

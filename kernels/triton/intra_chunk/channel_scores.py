@@ -1,4 +1,4 @@
-"""What a walk needs under a diagonal decay, for all chunks at once: see ``channel_levels_triton`` for the derivation.
+"""What a walk needs under a diagonal decay, for all chunks at once: see ``channel_factors`` for the derivation.
 
     P_ij = scale sum_c q_ic e^{G_ic - G_jc} k_jc  (j <= i)
     scale q reach = scale q e^{G}        k rest = k e^{G_C - G}        total = e^{G_C}
@@ -25,12 +25,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .channel_levels_triton import cumulative_gates, first_steep, level_factors, split_gate, sum_tables
-from .launch import launch
-from .launch_config import Tiles, device_family, products_in
-from .operands import ScanOperands
-from .spans import Spans, power_of_2_from
-from .tile_triton import load_rows, load_scalars, load_step, locate_chunk
+from statemix.kernels.launch import launch
+from statemix.kernels.launch_config import Tiles, device_arch, products_in
+from statemix.kernels.operands import ScanOperands
+from statemix.kernels.spans import Spans, power_of_2_from
+from statemix.kernels.triton.primitives.channel_factors import (
+    cumulative_gates,
+    first_steep,
+    level_factors,
+    split_gate,
+    sum_tables,
+)
+from statemix.kernels.triton.primitives.loads import load_rows, load_scalars, load_step, locate_chunk
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq"])
@@ -306,7 +312,7 @@ def _launch(
         "K": key_dim,
         "CHUNK": chunks.length,
         "STEPS": num_steps,
-        "PRECISION": products_in(q.dtype, device_family(q.device)),
+        "PRECISION": products_in(q.dtype, device_arch(q.device)),
     }
     wide = min(2 * tiles.block, max(tiles.block, power_of_2_from(key_dim)))
     launch(

@@ -1,4 +1,4 @@
-"""Gradients under a diagonal decay, for all chunks at once; ``channel_levels_triton`` says what is steep.
+"""Gradients under a diagonal decay, for all chunks at once; ``channel_factors`` says what is steep.
 
 With X = q e^G, Y = b e^-G and E = r a e^G as rounded for the products, and dP without its diagonal,
 
@@ -10,8 +10,8 @@ where a pair of rows that are both after t comes twice, with opposite signs and 
 float32's rounding. The pair of a row with itself (dP's diagonal) has no gate, and would swamp the others. Rows after a
 single gate of less than -STEP_LIMIT count as steep here: the gradient of such a gate is as small as what is left.
 
-dP, dA, dv and dw are those of ``pair_gradients_triton``. Pairs of steep rows are left out, and then added by
-``steep_gradients_triton``.
+dP, dA, dv and dw are those of ``score_gradients``. Pairs of steep rows are left out, and then added by
+``steep_gradients``.
 
 Work split: one program a (block of K, chunk, head); U, dO and dR are read whole by each. What is loaded twice would
 spill if it were held. On an H200 at B8 T2048 H16 D128 0.60 ms for GLA (24 registers spilled), 1.01 for KDA (152), where
@@ -22,20 +22,11 @@ float32 gate gradient written (1024); a read and da written (512) where a is fre
 Shapes: B T HO HV K V, n micro-steps a token, R = T n rows, C chunk.
 Oracle: autograd through ``chunk.py``. Source: arXiv:2312.06635 section 4.3, arXiv:2510.26692 section 3."""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .channel_levels_triton import cumulative_gates, first_steep
-from .delta_gradients_triton import RowGradients
-from .launch import launch
-from .launch_config import Tiles, device_family, products_in
-from .operands import ScanOperands
-from .pair_gradients_triton import PairGradients, pair_gradients
-from .spans import Spans, ceil_div
-from .steep_gradients_triton import add_steep_gradients
-from .tile_triton import load_rows, load_scalars, load_step, locate_chunk, low_part
+from statemix.kernels.triton.primitives.channel_factors import cumulative_gates, first_steep
+from statemix.kernels.triton.primitives.loads import load_rows, load_scalars, load_step, locate_chunk, low_part
 
 STEP_LIMIT = tl.constexpr(10.0)  # base 2
 
@@ -248,122 +239,3 @@ def _channel_gradients_kernel(
             dgate = _sum_rows((steps[:, None] < steps[None, :]), z_before, dgate, dtype, PRECISION)
     gate_place = dgate_ptr + ((row // STEPS) * HV + head)[:, None] * K + columns[None, :]
     tl.store(gate_place, dgate, mask=mask & (row % STEPS == 0)[:, None])
-
-
-def channel_gradients(
-    operands: ScanOperands,
-    grad: Tensor,
-    states: Tensor,
-    grad_states: Tensor,
-    chunks: Spans,
-    *,
-    scale: float,
-    tiles: Tiles,
-) -> RowGradients:
-    """Gradients of every query, key and gate without erase pairs, one micro-step a token; v has no gradient here."""
-    v = operands.v
-    pairs = pair_gradients(operands, grad, v, None, None, chunks, scale=scale, tiles=tiles)
-    return _launch(operands, grad, v, None, states, grad_states, pairs, chunks, scale=scale, tiles=tiles)
-
-
-def channel_row_gradients(
-    operands: ScanOperands,
-    grad: Tensor,
-    corrected: Tensor,
-    residual: Tensor,
-    states: Tensor,
-    grad_states: Tensor,
-    chunks: Spans,
-    *,
-    scale: float,
-    tiles: Tiles,
-    pair_tiles: Tiles,
-    pair_registers: int | None,
-) -> RowGradients:
-    """Gradients of every query, erasure, write and gate of the delta family; rows of no document get zeros.
-
-    Args:
-        corrected, residual: U and dR, [B, R, HV, V].
-        chunks: in rows, of which a token has several: the first decays, the last has the query.
-    """
-    pairs = pair_gradients(
-        *(operands, grad, corrected, residual, None, chunks),
-        scale=scale,
-        tiles=pair_tiles,
-        max_registers=pair_registers,
-    )
-    return _launch(operands, grad, corrected, residual, states, grad_states, pairs, chunks, scale=scale, tiles=tiles)
-
-
-def _launch(
-    operands: ScanOperands,
-    grad: Tensor,
-    written: Tensor,
-    residual: Tensor | None,
-    states: Tensor,
-    grad_states: Tensor,
-    pairs: PairGradients,
-    chunks: Spans,
-    *,
-    scale: float,
-    tiles: Tiles,
-) -> RowGradients:
-    """All kernels; without ``residual`` there are no erasures."""
-    q, a, b, v, rate, _, log_decay, *_ = operands
-    assert log_decay is not None
-    (batch, rows, heads, value_dim), key_dim, steps = written.shape, b.shape[-1], operands.num_steps
-    blocks, total = ceil_div(key_dim, tiles.block), batch * rows
-    made = RowGradients(
-        chunks.rows_like(q, *q.shape[:2], heads, key_dim),
-        None if a is None else chunks.rows_like(b, batch, rows, heads, key_dim),
-        chunks.rows_like(b, batch, rows, heads, key_dim),
-        pairs.v,
-        None if rate is None else chunks.rows_like(b, blocks, total, heads, dtype=torch.float32),
-        pairs.weight,
-        chunks.rows_like(log_decay, dtype=torch.float32),
-    )
-    steep = q.new_empty(blocks, chunks.count, heads, dtype=torch.int32)
-    launch(
-        _channel_gradients_kernel,
-        (chunks.count * heads * blocks,),
-        (
-            *(q, a, b, written, grad, residual, rate, log_decay, pairs.reads, pairs.own, pairs.erasures),
-            *(states, grad_states, made.q, made.a, made.b, made.rate, made.gate, steep),
-            *(chunks.table, scale, chunks.seq_len, chunks.per_sequence, total),
-        ),
-        {
-            "HQ": q.shape[2],
-            "HA": (b if a is None else a).shape[2],
-            "HB": b.shape[2],
-            "HO": v.shape[2],
-            "HV": heads,
-            "K": key_dim,
-            "V": value_dim,
-            "CHUNK": chunks.length,
-            "BLOCK_K": tiles.block,
-            "BLOCK_V": tiles.block,
-            "STEPS": steps,
-            "READS_BEFORE": operands.reads_before_decay,
-            "PRECISION": products_in(q.dtype, device_family(q.device)),
-        },
-        num_warps=tiles.num_warps,
-        num_stages=1,
-    )
-    assert made.gate is not None
-    add_steep_gradients(
-        *(q, b, written, None, log_decay, grad, (made.q, made.b, None, made.gate), steep, chunks),
-        scale=scale,
-        tiles=tiles,
-        num_steps=steps,
-        query_steps=steps,
-    )
-    if residual is not None:
-        add_steep_gradients(
-            *(b if a is None else a, b, written, rate, log_decay, residual),
-            *((made.a, made.b, made.rate, made.gate), steep, chunks),
-            scale=-1.0,
-            tiles=tiles,
-            num_steps=steps,
-            reads_before=operands.reads_before_decay,
-        )
-    return made

@@ -11,7 +11,7 @@ with dP without its diagonal: the pair of a row with itself has no gate, and wou
 strong. A pair of rows that are both after t comes twice, with opposite signs and the same factors: what is left of it
 is float32's rounding, 1e-6 of the gradients of the gates beside it. (With products of its own for the pairs the kernel
 took 0.36 ms on an H200 at B8 T2048 H16 D128 instead of 0.29.) A diagonal decay has kernels of its own:
-``channel_gradients_triton``.
+``channel_gradients``.
 
 Work split: one program a (block of K, chunk, head), v and dO are read whole by each. A scalar gate's gradient is a sum
 over K: each block writes its part. Bytes a token and head, 16-bit, K = V = 128, C = 64: reads q, k, v, dO, S, dS
@@ -26,21 +26,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
-from .launch_config import Tiles, device_family, products_in
-from .operands import ScanOperands
-from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import (
-    FIXED,
-    NO_DECAY,
-    SCALAR,
-    between,
-    bounded,
-    decay_kind,
-    load_gate,
-    load_rows,
-    locate_chunk,
-)
+from statemix.kernels.launch import launch
+from statemix.kernels.launch_config import Tiles, device_arch, products_in
+from statemix.kernels.operands import ScanOperands
+from statemix.kernels.spans import Spans, ceil_div, power_of_2_from
+from statemix.kernels.triton.primitives.gates import FIXED, NO_DECAY, SCALAR, between, bounded, decay_kind, load_gate
+from statemix.kernels.triton.primitives.loads import load_rows, locate_chunk
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq", "tokens"])
@@ -232,7 +223,7 @@ def gradients(
             "BLOCK_K": block_k,
             "BLOCK_V": min(2 * tiles.block, max(tiles.block, power_of_2_from(value_dim))),
             "DECAY": decay_kind(log_decay),
-            "PRECISION": products_in(q.dtype, device_family(q.device)),
+            "PRECISION": products_in(q.dtype, device_arch(q.device)),
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
-from .spans import Spans, ceil_div, power_of_2_from
-from .tile_triton import bounded, locate
+from statemix.kernels.launch import launch
+from statemix.kernels.spans import Spans, ceil_div, power_of_2_from
+
+from .gates import bounded
+from .loads import locate
 
 HEADS = 16  # a block of heads is a run of memory
 

@@ -24,16 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
-from .launch_config import Tiles, device_family, products_in
-from .operands import ScanOperands
-from .spans import Spans
-from .tile_triton import (
-    SCALAR,
-    between,
-    decay_kind,
-    load_gate,
-    load_gate_before,
+from statemix.kernels.launch import launch
+from statemix.kernels.launch_config import Tiles, device_arch, products_in
+from statemix.kernels.operands import ScanOperands
+from statemix.kernels.spans import Spans
+from statemix.kernels.triton.primitives.gates import SCALAR, between, decay_kind, load_gate, load_gate_before
+from statemix.kernels.triton.primitives.loads import (
     load_rows,
     load_scalars,
     load_step,
@@ -252,7 +248,7 @@ def pair_gradients(
             "STEPS": operands.num_steps,
             "DECAY": decay_kind(operands.log_decay),
             "READS_BEFORE": operands.reads_before_decay and gate is not None,
-            "PRECISION": products_in(q.dtype, device_family(q.device)),
+            "PRECISION": products_in(q.dtype, device_arch(q.device)),
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -1,0 +1,1 @@
+"""What kernels of every stage share: loads of micro-steps, cumulative gates, factors of decay."""
