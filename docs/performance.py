@@ -52,7 +52,7 @@ quickstart` takes layers, batch and length from a recipe.
 
 ## Tiles for another GPU
 
-Tile sizes come from a short table keyed by head sizes and GPU architecture. Nothing is tuned behind your back, so a first
+Tile sizes come from a short table keyed by head sizes and kind of GPU. Nothing is tuned behind your back, so a first
 call compiles once, and packed documents of any length compile nothing more. To try other tiles on a GPU of yours, for
 heads of one size and for all recurrences or those that `--op` names (a block counts as a head):
 
