@@ -42,9 +42,9 @@ class Launch:
 
 _recorded: ContextVar[list[Launch] | None] = ContextVar("statemix_launches", default=None)
 
-# What the compiler made, and its constants in the order of its parameters, by what it was made for; no key holds a
-# length, so there are few. Triton finds it again as well, but takes longer than a short kernel runs.
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+# What the compiler made, by what it was made for; no key holds a length, so there are few. Triton finds it again as
+# well, but takes longer than a short kernel runs.
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 @contextmanager
@@ -74,25 +74,27 @@ def launch(
 
     Args:
         args: the parameters that are no constants, in order. Integers must be declared as not specialised.
-        constants: the compile-time parameters, which come last, by name.
+        constants: the compile-time parameters, which come last, by name; others are left out.
     """
+    names = kernel.arg_names[len(args) :]
+    values = tuple([constants[name] for name in names])
     launches = _recorded.get()
     if launches is not None:
-        launches.append(Launch(kernel, grid, args, constants, num_warps, num_stages, max_registers))
+        launched = dict(zip(names, values, strict=True))
+        launches.append(Launch(kernel, grid, args, launched, num_warps, num_stages, max_registers))
         return
     if not all(grid):
         return
     # a kernel's own hash takes a lock, that of its function nothing
-    key = (kernel.fn, num_warps, num_stages, max_registers, *constants, *constants.values(), *_specialisation(args))
-    found = _compiled.get(key)
-    if found is not None:
-        compiled, values = found
+    key = (kernel.fn, num_warps, num_stages, max_registers, *values, *_specialisation(args))
+    compiled = _compiled.get(key)
+    if compiled is not None:
         compiled[(*grid, 1, 1)[:3]](*args, *values)
         return
     limit = {} if max_registers is None else {"maxnreg": max_registers}  # an option that only NVIDIA's compiler knows
-    compiled = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages, **limit)
+    compiled = kernel[grid](*args, *values, num_warps=num_warps, num_stages=num_stages, **limit)
     if compiled is not None:  # the interpreter makes nothing
-        _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        _compiled[key] = compiled
 
 
 def _specialisation(args: tuple[Any, ...]) -> list[Any]:
@@ -101,21 +103,21 @@ def _specialisation(args: tuple[Any, ...]) -> list[Any]:
     Of a tensor its type, whether its address is a multiple of 16, and on AMD whether 32 bits reach over its memory; of
     an integer whether it fits 32 bits; of anything else its type. One plain loop, because every launch runs it.
     """
-    found: list[Any] = []
+    kinds: list[Any] = []
     device = None
     for arg in args:
         if arg is None:
-            found.append(None)
+            kinds.append(None)
         elif type(arg) is int:
-            found.append(arg >= 2**31)
+            kinds.append(arg >= 2**31)
         elif isinstance(arg, Tensor):
-            found.append(arg.dtype)
-            found.append(arg.data_ptr() % 16 == 0)
+            kinds.append(arg.dtype)
+            kinds.append(arg.data_ptr() % 16 == 0)
             if IS_AMD:
-                found.append(arg.untyped_storage().size() < 2**31)
+                kinds.append(arg.untyped_storage().size() < 2**31)
             if device is None:
                 device = arg.device
         else:
-            found.append(type(arg))
-    found.append(device)
-    return found
+            kinds.append(type(arg))
+    kinds.append(device)
+    return kinds

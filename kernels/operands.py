@@ -156,20 +156,20 @@ class Saved(NamedTuple):
 
     Attributes:
         states: at the start of every chunk, [chunks, HV, K, V].
-        corrected: u, [B, R, HV, V].
+        u: pseudo-values, [B, R, HV, V].
         maps: P of every segment, [segments, HV, K, K].
-        pairs: products of micro-steps of one chunk, [chunks, HV, C, C].
-        query, eraser, key: q, a and b with their decay, or with the inverse of the chunk, [B, R, HV, K].
-        gate: the summed decay, as the kernels that walk over chunks take it.
+        scores: products of micro-steps of one chunk, [chunks, HV, C, C].
+        query, erase, key: q, a and b with their decay, or with the UT transform of the chunk, [B, R, HV, K].
+        gate: the summed decay, as the inter-chunk scan takes it.
         segment_length: micro-steps of a segment, 0 where sequences stay whole.
     """
 
     states: Tensor
-    corrected: Tensor | None = None
+    u: Tensor | None = None
     maps: Tensor | None = None
-    pairs: Tensor | None = None
+    scores: Tensor | None = None
     query: Tensor | None = None
-    eraser: Tensor | None = None
+    erase: Tensor | None = None
     key: Tensor | None = None
     gate: Tensor | None = None
     segment_length: int = 0
@@ -191,11 +191,11 @@ def _saved_names(erases: bool, decay: Decay) -> tuple[str, ...]:
     is_diagonal = decay is Decay.DIAGONAL
     has = {
         "states": True,
-        "corrected": erases,
+        "u": erases,
         "maps": erases,
-        "pairs": erases or is_diagonal,
+        "scores": erases or is_diagonal,
         "query": is_diagonal,
-        "eraser": erases and is_diagonal,
+        "erase": erases and is_diagonal,
         "key": erases or is_diagonal,
         "gate": decay in (Decay.SCALAR, Decay.DIAGONAL),
     }

@@ -104,9 +104,9 @@ def _kernels(operands: ScanOperands) -> Any:
 
 @cache  # the import statement takes a microsecond each time
 def _triton_kernels(erases: bool) -> ModuleType:
-    from . import additive_triton, delta_triton
+    from .triton import additive, delta
 
-    return delta_triton if erases else additive_triton
+    return delta if erases else additive
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -256,19 +256,19 @@ def saved_like(operands: ScanOperands) -> Saved:
         saved = saved._replace(gate=q.new_empty(2, heads, batch * num_rows, dtype=torch.float32))
     if decay is Decay.DIAGONAL:
         gate = q.new_empty(num_chunks, heads, key_dim, dtype=torch.float32)
-        saved = saved._replace(query=keys(), eraser=keys() if operands.erases else None, gate=gate)
+        saved = saved._replace(query=keys(), erase=keys() if operands.erases else None, gate=gate)
     if operands.erases or decay is Decay.DIAGONAL:
-        saved = saved._replace(pairs=q.new_empty(num_chunks, heads, size, size), key=keys())
+        saved = saved._replace(scores=q.new_empty(num_chunks, heads, size, size), key=keys())
     if operands.erases:
         num_segments, length = segments_of(operands)
         maps = q.new_empty(num_segments, heads, key_dim, key_dim, dtype=torch.float32)
-        corrected = v.new_empty(batch, num_rows, heads, value_dim)
-        saved = saved._replace(corrected=corrected, maps=maps, segment_length=length)
+        u = v.new_empty(batch, num_rows, heads, value_dim)
+        saved = saved._replace(u=u, maps=maps, segment_length=length)
     return saved
 
 
 def segments_of(operands: ScanOperands) -> tuple[int, int]:
-    """Segments of a walk over the micro-steps of erase pairs, and the length of one; 0 and 0 where nothing is cut.
+    """Segments of a scan over the micro-steps of erase pairs, and the length of one; 0 and 0 where nothing is cut.
 
     Sizes may be symbolic.
     """

@@ -43,7 +43,11 @@ class Spans:
     table: Tensor | None = None
     offsets: Tensor | None = None
 
-    def rows_like(self, x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def place(self, scale: float) -> tuple[Tensor | None, float, int, int]:
+        """What kernels take after their tensors: table, the scale of read-outs, T, and spans a sequence."""
+        return self.table, scale, self.seq_len, self.per_sequence
+
+    def array_like(self, x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An array of rows that a kernel fills span by span: zeros where rows of no document are left out.
 
         Args:

@@ -280,10 +280,10 @@ def _operands(c: Configuration) -> ScanOperands:
 
 
 def _both_passes(c: Configuration) -> None:
-    from statemix.kernels import additive_triton, delta_triton
+    from statemix.kernels.triton import additive, delta
 
     x, wanted = _operands(c), c.has_state and c.decay != "none"
-    kernels = delta_triton if x.erases else additive_triton
+    kernels = delta if x.erases else additive
     output, _, saved = kernels.forward(x, scale=0.5, save=c.saves)
     kernels.backward(output, x.initial_state, x, saved, scale=0.5, needs_decay_grad=wanted)
 

@@ -17,8 +17,8 @@ from statemix.transitions import Product, ScalarGate, Transition
 HIDDEN = 8
 SEQ_LEN = 13  # longer than the window and the convolution, and than what several checks cut off
 WINDOW = 5
-STEPS = {"steps_equal_forward", "splits_equal_forward", "several_new_tokens_equal_single_ones"}
-SPLITS = STEPS | {"gradients_cross_the_state"}
+SUB_STEPS = {"steps_equal_forward", "splits_equal_forward", "several_new_tokens_equal_single_ones"}
+SPLITS = SUB_STEPS | {"gradients_cross_the_state"}
 RESETS = {"reset_reaches_everything", "meta_device_is_safe"}
 BITWISE = {
     "future_does_not_leak",

@@ -37,15 +37,16 @@ from interpreted_delta import (  # noqa: E402
 
 from statemix import scan  # noqa: E402
 from statemix.harness import CATALOGUE, Sizes, check_transition  # noqa: E402
-from statemix.kernels import ScanOperands, chunk_kernels, delta_triton, launch_config  # noqa: E402
+from statemix.kernels import ScanOperands, chunk_kernels, launch_config  # noqa: E402
 from statemix.kernels.launch_config import DeltaConfig, Tiles  # noqa: E402
 from statemix.kernels.spans import batch_spans  # noqa: E402
-from statemix.kernels.triton.intra_chunk.ut_transform import inverse_products  # noqa: E402
+from statemix.kernels.triton import delta  # noqa: E402
+from statemix.kernels.triton.intra_chunk.ut_transform import ut_transform  # noqa: E402
 from statemix.kernels.triton.primitives.cumulative_gate import cumulative_gate  # noqa: E402
 from statemix.transitions import BlockDiagonal, Householder, Product, ScalarGate  # noqa: E402
 
 FLOAT32 = 1e-5, 1e-4  # of results and of gradients, in norm: sums of a hundred terms
-FLOAT16 = 8e-3, 2e-2  # chunk states, corrected values and products are rounded to 16 bits
+FLOAT16 = 8e-3, 2e-2  # chunk states, pseudo-values and products are rounded to 16 bits
 ONE_HEAD = (1, 1, 1, 1)
 
 Results = dict[str, Tensor]
@@ -254,7 +255,7 @@ def test_segments_packed(decay: str) -> None:
 
 def expect_segments(operands: ScanOperands, loss: str) -> None:
     """The definition, and bit by bit the same when backward walks the segments once more."""
-    assert delta_triton._plan(operands).partition.segments is not None
+    assert delta._plan(operands).partition.segments is not None
     got = expect_definition(operands, loss=loss)
     expect_equal(differentiate(operands, functools.partial(kernels, recompute=True), loss), got)
 
@@ -348,9 +349,9 @@ def test_recomputed(decay: str) -> None:
     wanted = differentiate(operands, kernels)
     expect_equal(differentiate(operands, functools.partial(kernels, recompute=True)), wanted)
     with torch.no_grad():
-        output, final, saved = delta_triton.forward(operands, scale=SCALE, save=False)
+        output, final, saved = delta.forward(operands, scale=SCALE, save=False)
         expect_equal(wanted, {"output": output, "final_state": final})
-        grads = delta_triton.backward(*upstream((output, final)), operands, saved, scale=SCALE, needs_decay_grad=False)
+        grads = delta.backward(*upstream((output, final)), operands, saved, scale=SCALE, needs_decay_grad=False)
     assert saved is None and grads.log_decay is None
     expect_equal(wanted, {name: x for name, x in grads._asdict().items() if x is not None})
 
@@ -452,34 +453,42 @@ def test_inverse(decay: str, size: int, reads_before_decay: bool) -> None:
     equal = F.normalize(torch.ones_like(operands.b), dim=-1)
     for given in (operands, operands._replace(b=equal, erase_beta=torch.full_like(operands.erase_beta, 2.0))):  # type: ignore[arg-type]
         with torch.no_grad():
-            expect_inverse(given, size)
+            expect_ut_transform(given, size)
 
 
-def expect_inverse(operands: ScanOperands, size: int) -> None:
+def expect_ut_transform(operands: ScanOperands, size: int) -> None:
     chunks, gate = batch_spans(1, operands.q.shape[1], size), operands.log_decay
     prepared = None if gate is None else cumulative_gate(gate, chunks)
-    made = inverse_products(
+    transform = ut_transform(
         *(operands, None, prepared, chunks),
         scale=SCALE,
         tiles=Tiles(16, 4, 1),
         max_registers=None,
-        needs_inverse=True,
+        needs_L_inv=True,
     )
-    assert made.inverse is not None and operands.erase_beta is not None
+    assert transform.L_inv is not None and operands.erase_beta is not None
     if gate is None:
-        assert made.inverse.abs().max() <= 2 + 1e-4, "unit keys and rates up to 2 keep the inverse at 2"
+        assert transform.L_inv.abs().max() <= 2 + 1e-4, "unit keys and erase betas up to 2 keep the inverse at 2"
     gates = torch.zeros(operands.q.shape[:2]) if gate is None else gate[..., 0]
-    q, b, rate, gates = (
+    q, b, beta, gates = (
         x[0].double().split(size) for x in (operands.q[:, :, 0], operands.b[:, :, 0], operands.erase_beta, gates)
     )
-    for c, key in enumerate(made.key[0, :, 0].split(size)):
+    for c, key in enumerate(transform.key[0, :, 0].split(size)):
         total, count = gates[c].cumsum(0), len(key)
         read = total - gates[c] if operands.reads_before_decay else total
-        erasures = (rate[c] * b[c] @ b[c].mT * (read[:, None] - total).exp()).tril(-1)
-        inverse = torch.linalg.inv(torch.eye(count, dtype=torch.float64) + erasures)
-        visible = (SCALE * q[c] @ b[c].mT * (total[:, None] - total).exp()).tril()
-        wanted = {"T": inverse, "Q": visible @ inverse, "W": inverse.mT @ (b[c] * (total[-1] - total).exp()[:, None])}
-        got = {"T": made.inverse[c, 0, :count, :count], "Q": made.pairs[c, 0, :count, :count], "W": key}
+        A_kk = (beta[c] * b[c] @ b[c].mT * (read[:, None] - total).exp()).tril(-1)
+        L_inv = torch.linalg.inv(torch.eye(count, dtype=torch.float64) + A_kk)
+        A_qk = (SCALE * q[c] @ b[c].mT * (total[:, None] - total).exp()).tril()
+        wanted = {
+            "L^-1": L_inv,
+            "A_qk L^-1": A_qk @ L_inv,
+            "key": L_inv.mT @ (b[c] * (total[-1] - total).exp()[:, None]),
+        }
+        got = {
+            "L^-1": transform.L_inv[c, 0, :count, :count],
+            "A_qk L^-1": transform.scores[c, 0, :count, :count],
+            "key": key,
+        }
         expect_close(got, wanted, (1e-5, 1e-5))
 
 

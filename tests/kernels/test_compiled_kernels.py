@@ -175,7 +175,7 @@ def test_an_inverse_is_made_of_float16_parts_where_no_decay_makes_its_matrix_sma
 ) -> None:
     """Entries below 6e-8 have no float16: with gates of -20 the gradient of a direction was lost."""
     call = kernel_calls.Configuration("delta", decay, 64, 64, dtype, reads_before_decay=reads_before_decay)
-    [inverse] = [x for x in kernel_calls.record(call, arch) if x.kernel.__name__ == "_inverse_kernel"]
+    [inverse] = [x for x in kernel_calls.record(call, arch) if x.kernel.__name__ == "triangular_inverse_kernel"]
     has_decay = decay == "diagonal" or (decay == "scalar" and reads_before_decay)
     in_parts = dtype != torch.float32 and arch != "gfx942" and not has_decay
     assert (inverse.constants["EXACT"] == "float16x3") == in_parts
@@ -184,7 +184,7 @@ def test_an_inverse_is_made_of_float16_parts_where_no_decay_makes_its_matrix_sma
 @pytest.mark.parametrize(("saves", "count"), [(True, 1), (False, 2)])
 def test_maps_of_segments_are_walked_once_where_they_are_saved(saves: bool, count: int) -> None:
     call = kernel_calls.Configuration("delta", "scalar", 128, 128, layout=kernel_calls.FEW_HEADS, saves=saves)
-    walks = [x for x in kernel_calls.record(call, "sm_90") if x.kernel.__name__ == "_delta_walk_kernel"]
+    walks = [x for x in kernel_calls.record(call, "sm_90") if x.kernel.__name__ == "delta_scan_kernel"]
     assert sum(x.args[x.kernel.arg_names.index("maps_ptr")] is not None for x in walks) == count
 
 
@@ -208,7 +208,7 @@ def test_the_matrix_holds_what_is_complete_and_ends_where_what_was_asked_for_is_
 def test_a_limit_of_registers_makes_another_variant() -> None:
     call = kernel_calls.Configuration("delta", "none", 128, 128)
     limited = {x for x in compile_matrix.calls_by_variant(["sm_90"], [call]) if x.max_registers is not None}
-    assert {x.kernel for x in limited} == {"_products_kernel", "_pair_gradients_kernel"}
+    assert {x.kernel for x in limited} == {"ut_transform_kernel", "_score_gradients_kernel"}
     assert all(x.key != replace(x, max_registers=None).key for x in limited)
 
 

@@ -91,7 +91,7 @@ def scan_of(x: torch.Tensor, gate: Any, offsets: Any, *, erases: bool) -> ScanOp
 
 def test_a_plan_that_was_made_before_does_not_hide_a_tuned_row() -> None:
     pytest.importorskip("triton")
-    from statemix.kernels.additive_triton import _plan
+    from statemix.kernels.triton.additive import _plan
 
     x = torch.zeros(1, 130, 1, 64, dtype=torch.bfloat16)
     operands = scan_of(x, None, None, erases=False)
@@ -105,9 +105,9 @@ def test_a_plan_that_was_made_before_does_not_hide_a_tuned_row() -> None:
 
 def forward_then_backward(operands: ScanOperands, first: TunedConfig, then: TunedConfig) -> None:
     """Both passes on the meta device, each under a row of its own."""
-    from statemix.kernels import additive_triton, delta_triton
+    from statemix.kernels.triton import additive, delta
 
-    kernels = delta_triton if operands.erases else additive_triton
+    kernels = delta if operands.erases else additive
     with compile_for("sm_90"), recording():
         with override([first]):
             output, _, saved = kernels.forward(operands, scale=1.0, save=True)

@@ -262,9 +262,10 @@ def test_more_writes_than_one_need_as_many_erase_pairs() -> None:
 
 def test_the_kinds_of_decay_are_those_that_kernels_are_compiled_for() -> None:
     pytest.importorskip("triton")
-    from statemix.kernels.triton.primitives.gates import decay_kind
+    from statemix.kernels.triton.primitives.gates import DIAGONAL, FIXED, NO_DECAY, SCALAR
 
     x = torch.zeros(1, 2, 3, 4)
-    for log_decay in (None, x[0, 0, :, 0], x[..., 0], x):
+    decays = {NO_DECAY: None, FIXED: x[0, 0, :, 0], SCALAR: x[..., 0], DIAGONAL: x}
+    for kind, log_decay in decays.items():
         operands = ScanOperands(x, None, x, x, None, None, log_decay, None, None, erases=False)
-        assert operands.decay.value == decay_kind(log_decay)
+        assert operands.decay.value == kind.value

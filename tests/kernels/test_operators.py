@@ -197,26 +197,26 @@ def test_opcheck_passes(decay: str | None, variant: str) -> None:
     expect_opcheck(draw(decay, seq_len=6, **VARIANTS[variant]))
 
 
-@pytest.mark.parametrize("family", ARCHS)
-def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_make(family: Any) -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_a_compiler_is_told_has_the_shapes_and_strides_of_what_the_kernels_make(arch: Any) -> None:
     delta = ("free", "three_steps_packed", "tied_without_weights", "tied_blocks")
     for decay, variant, dims, seq_len in product(DECAYS, delta, ((16, 24), (128, 64)), (4, 130, 1300)):
-        expect_told(family, decay, variant, dims, seq_len)
+        expect_told(arch, decay, variant, dims, seq_len)
     additive, decays = ("additive", "additive_packed"), (None, "fixed", "scalar", "diagonal")
     for decay, variant, dims, seq_len in product(decays, additive, ((16, 24), (300, 64)), (4, 130)):
-        expect_told(family, decay, variant, dims, seq_len)
-    expect_told(family, "scalar", "additive_two_steps_packed", (16, 24), 130)
+        expect_told(arch, decay, variant, dims, seq_len)
+    expect_told(arch, "scalar", "additive_two_steps_packed", (16, 24), 130)
 
 
-def expect_told(family: Any, decay: str | None, variant: str, dims: tuple[int, int], seq_len: int) -> None:
-    from statemix.kernels import additive_triton, delta_triton
+def expect_told(arch: Any, decay: str | None, variant: str, dims: tuple[int, int], seq_len: int) -> None:
+    from statemix.kernels.triton import additive, delta
 
     def layout(tensors: Any) -> list[Any]:
         return [(x.shape, x.stride(), x.dtype) for x in tensors]
 
     given = draw(decay, dims=dims, seq_len=seq_len, dtype=torch.bfloat16, **VARIANTS[variant])
-    kernels, needs_decay_grad = delta_triton if given.erases else additive_triton, decay is not None
-    with compile_for(family), torch.no_grad():
+    kernels, needs_decay_grad = delta if given.erases else additive, decay is not None
+    with compile_for(arch), torch.no_grad():
         meta = detached(given).map(lambda x: x.to("meta"))
         with recording():
             *made, saved = kernels.forward(meta, scale=1.0, save=True)

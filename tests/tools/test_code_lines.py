@@ -80,7 +80,7 @@ def test_a_limit_that_is_broken_is_named(
     code_lines: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(code_lines, "LIMITS", {"kernels": 10})
-    monkeypatch.setattr(code_lines, "FILE_LIMIT", 250)
+    monkeypatch.setattr(code_lines, "FILE_LIMIT", 100)
     assert code_lines.main() == 1
     printed = capsys.readouterr().out
-    assert "kernels: " in printed and ", at most 10" in printed and "lines, at most 250" in printed
+    assert "kernels: " in printed and ", at most 10" in printed and "lines, at most 100" in printed

@@ -1,20 +1,20 @@
-"""The walk over chunks that keeps the state on chip: outputs, chunk-start states and the final state.
+"""The inter-chunk scan, with the state on chip: outputs, chunk-start states and the final state.
 
-Forward, for the rows of one chunk and the state S at its start:
+Forward, for the tokens of one chunk and the state S at its start:
 
-    o = (q reach) S^T + (q k^T e^L) v            S <- S total + v^T (k rest)
+    o = (q from_start) S^T + (q k^T Gamma) v            S <- S total + v^T (k to_end)
 
-The reverse walk of the backward pass is the same walk over (k, q, dO), last chunk first, with reach and rest exchanged
-and the pairs transposed:
+The reverse scan of the backward pass is the same scan over (k, q, dO), last chunk first, with from_start and to_end
+exchanged and A_qk transposed:
 
-    dv = (k rest) dS^T + (k q^T e^L) dO          dS <- dS total + dO^T (q reach)
+    dv = (k to_end) dS^T + (k q^T Gamma) dO             dS <- dS total + dO^T (q from_start)
 
 so one kernel serves both: a *reader* (q, or k) meets the state, a *writer* (k, or q) and a value (v, or dO) update it.
-``scale`` multiplies the pairs and whichever of the two is q. For a diagonal decay ``channel_pairs`` has put reach, rest
-and scale into reader, writer and pairs already, and the walk loads them.
+``scale`` multiplies A_qk and whichever of the two is q. For a diagonal decay ``channel_scores`` has put from_start,
+to_end and scale into reader, writer and A_qk already, and the scan loads them.
 
 Work split: one program a (block of V, head, span). A span is a whole sequence; where those are too few to fill the
-device, it is a segment, and the walk runs twice: from zero for each segment's own update, then, after ``join_segments``
+device, it is a segment, and the scan runs twice: from zero for each segment's own update, then, after ``join_segments``
 has chained those, from each segment's true start. The state is a float32 tile [K, BLOCK_V] in registers, transposed
 because a tensor core multiplies a narrow right operand wrongly on some compilers (see launch_config).
 Bytes a token and head, 16-bit, K = V = 128, C = 64: reads q, k, v (768), writes o (256), and 512 for saved states.
@@ -26,16 +26,16 @@ import triton
 import triton.language as tl
 
 from statemix.kernels.triton.primitives.gates import DIAGONAL, FIXED, NO_DECAY, SCALAR, between, bounded, load_gate
-from statemix.kernels.triton.primitives.loads import load_rows, locate
+from statemix.kernels.triton.primitives.loads import load_tile, locate
 
 
 @triton.jit(do_not_specialize=["T", "spans_per_seq", "chunks_per_seq", "span", "tokens"])
-def _walk_kernel(
+def additive_scan_kernel(
     reader_ptr,  # [tokens, HR, K]; None without output
     writer_ptr,  # [tokens, HW, K]
     value_ptr,  # [tokens, HV, V]
     gate_ptr,  # None | [HV] log decay | [2, HV, tokens] of cumulative_gate | [chunks, HV, K] total decay
-    pairs_ptr,  # diagonal decay with output: [chunks, HV, C, C], rows query and columns key
+    A_qk_ptr,  # diagonal decay with output: [chunks, HV, C, C], rows query and columns key
     initial_ptr,  # [spans, HV, V, K] float32, or None
     output_ptr,  # [tokens, HV, V], or None
     states_ptr,  # [chunks, HV, K, V]: the state each chunk starts from, or None
@@ -61,6 +61,7 @@ def _walk_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """29 parameters: six inputs, four outputs, the span and its sizes; forward and reverse are one scan."""
     BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     head = (pid // BLOCKS_V) % HV
@@ -92,7 +93,7 @@ def _walk_kernel(
         state = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
     if DECAY == FIXED:
         gamma = bounded(tl.load(gate_ptr + head).to(tl.float32))
-        fixed_pairs = tl.exp2(tl.where(seen, gamma * tl.abs(steps[:, None] - steps[None, :]), -float("inf")))
+        fixed_decay = tl.exp2(tl.where(seen, gamma * tl.abs(steps[:, None] - steps[None, :]), -float("inf")))
     if decay_ptr is not None:
         if DECAY == DIAGONAL:
             span_decay = tl.full([BLOCK_K], 1.0, dtype=tl.float32)
@@ -108,23 +109,23 @@ def _walk_kernel(
         count = tl.minimum(end - first, CHUNK).to(tl.int32)
         valid = steps < count
         chunk_index = first_chunk + chunk
-        writer = load_rows(writer_ptr + first * HW * K, steps, valid, k_columns, HW * K, K, BLOCK_K)
-        value = load_rows(value_ptr + first * HV * V, steps, valid, v_columns, HV * V, V, BLOCK_V)
+        writer = load_tile(writer_ptr + first * HW * K, steps, valid, k_columns, HW * K, K, BLOCK_K)
+        value = load_tile(value_ptr + first * HV * V, steps, valid, v_columns, HV * V, V, BLOCK_V)
         dtype: tl.constexpr = value_ptr.dtype.element_ty
         EXACT: tl.constexpr = dtype == tl.float32
 
-        # reach carries the chunk's start to a row, rest a row to the chunk's end, total start to end
+        # from_start carries the chunk's start to a token, to_end a token to the chunk's end, total start to end
         if DECAY == FIXED:
-            reach = tl.exp2(gamma * (steps + 1))
-            rest = tl.exp2(gamma * tl.maximum(count - 1 - steps, 0))
+            from_start = tl.exp2(gamma * (steps + 1))
+            to_end = tl.exp2(gamma * tl.maximum(count - 1 - steps, 0))
             total = tl.exp2(gamma * count)
         elif DECAY == SCALAR:
             high, low, high_end, low_end = load_gate(gate_ptr, first, head, steps, count, tokens, HV)
-            reach = tl.exp2(high)
-            rest = high_end - high
+            from_start = tl.exp2(high)
+            to_end = high_end - high
             if EXACT:
-                rest += low_end - low
-            rest = tl.exp2(rest)
+                to_end += low_end - low
+            to_end = tl.exp2(to_end)
             total = tl.exp2(high_end)
             if decay_ptr is not None:
                 span_decay += high_end
@@ -138,34 +139,34 @@ def _walk_kernel(
             tl.store(place, state.to(dtype), mask=mask_state)
 
         if reader_ptr is not None:
-            reader = load_rows(reader_ptr + first * HR * K, steps, valid, k_columns, HR * K, K, BLOCK_K)
+            reader = load_tile(reader_ptr + first * HR * K, steps, valid, k_columns, HR * K, K, BLOCK_K)
             output = tl.dot(reader, state.to(dtype), input_precision=PRECISION)
             if DECAY == DIAGONAL:
-                place = pairs_ptr + (chunk_index * HV + head) * CHUNK * CHUNK
+                place = A_qk_ptr + (chunk_index * HV + head) * CHUNK * CHUNK
                 if REVERSE:
-                    pairs = tl.load(place + steps[None, :] * CHUNK + steps[:, None])
+                    A_qk = tl.load(place + steps[None, :] * CHUNK + steps[:, None])
                 else:
-                    pairs = tl.load(place + steps[:, None] * CHUNK + steps[None, :])
+                    A_qk = tl.load(place + steps[:, None] * CHUNK + steps[None, :])
             else:
-                pairs = tl.dot(reader, tl.trans(writer), input_precision=PRECISION) * scale
+                A_qk = tl.dot(reader, tl.trans(writer), input_precision=PRECISION) * scale
                 if DECAY == FIXED:
-                    pairs *= fixed_pairs
+                    A_qk *= fixed_decay
                 elif DECAY == SCALAR:
                     lag = between(high, low, high, low, EXACT)
                     if REVERSE:
                         lag = -lag
-                    pairs *= tl.exp2(tl.where(seen, lag, -float("inf")))
+                    A_qk *= tl.exp2(tl.where(seen, lag, -float("inf")))
                 else:
-                    pairs = tl.where(seen, pairs, 0.0)
+                    A_qk = tl.where(seen, A_qk, 0.0)
                 if DECAY != NO_DECAY:
                     if REVERSE:
-                        output *= rest[:, None]
+                        output *= to_end[:, None]
                     else:
-                        output *= (reach * scale)[:, None]
+                        output *= (from_start * scale)[:, None]
                 elif not REVERSE:
                     output *= scale
-                pairs = pairs.to(dtype)
-            output = tl.dot(pairs, value, output, input_precision=PRECISION)
+                A_qk = A_qk.to(dtype)
+            output = tl.dot(A_qk, value, output, input_precision=PRECISION)
             mask = valid[:, None]
             if V % BLOCK_V != 0:
                 mask = mask & (v_columns < V)[None, :]
@@ -175,9 +176,9 @@ def _walk_kernel(
         if DECAY == FIXED or DECAY == SCALAR:
             state *= total
             if REVERSE:
-                value = (value * (reach * scale)[:, None]).to(dtype)
+                value = (value * (from_start * scale)[:, None]).to(dtype)
             else:
-                value = (value * rest[:, None]).to(dtype)
+                value = (value * to_end[:, None]).to(dtype)
         elif DECAY == DIAGONAL:
             state *= total[:, None]
         elif REVERSE:

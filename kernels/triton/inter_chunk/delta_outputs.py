@@ -1,17 +1,18 @@
-"""Outputs of the delta family for all chunks at once, from the state that a walk has left at the start of each.
+"""Outputs of the delta family for all chunks at once, from the state that a scan has left at the start of each.
 
-    R = w v - (r a reach) S^T      o = sum over blocks of  scale (q reach) S^T + Q R      U = T R
+    R = w v - (beta a from_start) S^T        U = L^-1 R
+    o = sum over blocks of  scale (q from_start) S^T + (A_qk L^-1) R
 
-as in ``delta_scan``, which makes o and U itself where a head has one block. Blocks of one head have states and
-keys of their own and share a value: here their read-outs add up in registers, and neither v nor o has a copy for each.
-For heads of one block walk and outputs together take longer than a walk that makes both (on an H200 at B8 T2048 H16
+as in ``delta_scan``, which makes o and U itself where a head has one block. Blocks of one head have states and keys of
+their own and share a value: here their read-outs add up in registers, and neither v nor o has a copy for each. For
+heads of one block scan and outputs together take longer than a scan that makes both (on an H200 at B8 T2048 H16
 K128 V128 0.27 against 0.19 ms, and 0.30 against 0.28 in training).
 
-Work split: one program a (block of V, chunk, head of values), which goes over the blocks of the head. Bytes a row and
-block, 16-bit, K = V = 128, C = 64: reads q, a, S and Q (1152), and v (256) from a cache after the first block; in
-training reads T (128) and writes U (256); writes o (256) once a head. Floor: the same. q, a, Q and T are read once a
-block of V, from the second-level cache after the first.
-Shapes: B T HO HV K V, n micro-steps a token, R = T n rows, C chunk.
+Work split: one program a (block of V, chunk, head of values), which goes over the blocks of the head. Bytes a
+micro-step and block, 16-bit, K = V = 128, C = 64: reads q, a, S and A_qk L^-1 (1152), and v (256) from a cache after
+the first block; in training reads L^-1 (128) and writes U (256); writes o (256) once a head. Floor: the same. q, a,
+A_qk L^-1 and L^-1 are read once a block of V, from the second-level cache after the first.
+Shapes: B T HO HV K V, n micro-steps a token, C chunk.
 Oracle: ``chunk.py``. Source: arXiv:2406.06484 section 3.2, and section 6 for blocks.
 """
 
@@ -23,30 +24,30 @@ from statemix.kernels.launch import launch
 from statemix.kernels.launch_config import Tiles
 from statemix.kernels.spans import Spans, ceil_div
 from statemix.kernels.triton.primitives.gates import DIAGONAL
-from statemix.kernels.triton.primitives.loads import load_rows, load_step, locate_chunk, low_part
+from statemix.kernels.triton.primitives.loads import load_sub_step, load_tile, locate_chunk, low_part
 
-from .delta_scan import DeltaWalkInputs
-from .delta_scan_kernel import load_reach, read_out, residual_rows
+from .delta_scan import DeltaScanInputs
+from .delta_scan_kernel import load_from_start, read_out, residuals
 
 
-@triton.jit(do_not_specialize=["T", "chunks_per_seq", "rows"])
+@triton.jit(do_not_specialize=["T", "chunks_per_seq", "micro_steps"])
 def _delta_outputs_kernel(
-    query_ptr,  # q, [tokens, HQ, K]; q reach scale, [rows, HV, K], under a diagonal decay; None without output
-    eraser_ptr,  # a, [rows, HA, K]; r a reach, [rows, HV, K], under a diagonal decay
-    value_ptr,  # [rows, HO, V]
-    pairs_ptr,  # Q, [chunks, HV, C, C]; None without output
-    rate_ptr,  # [rows, HV], or None for 1
-    weight_ptr,  # [rows, HV], or None for 1
-    gate_ptr,  # scalar decay: [2, HV, rows] of cumulative_gate; else not read
+    query_ptr,  # q, [tokens, HQ, K]; scale q from_start, [micro_steps, HV, K], under a diagonal decay; or None
+    erase_ptr,  # a, [micro_steps, HA, K]; beta a from_start, [micro_steps, HV, K], under a diagonal decay
+    value_ptr,  # [micro_steps, HO, V]
+    scores_ptr,  # A_qk L^-1, [chunks, HV, C, C]; None without output
+    erase_beta_ptr,  # [micro_steps, HV], or None for 1
+    write_ptr,  # [micro_steps, HV], or None for 1
+    gate_ptr,  # scalar decay: [2, HV, micro_steps] of cumulative_gate; else not read
     states_ptr,  # S, [chunks, HV, K, V]
     output_ptr,  # o, [tokens, HO, V], or None
-    inverse_ptr,  # T, [chunks, HV, C, C]; None without U
-    corrected_ptr,  # U, [rows, HV, V], or None
+    L_inv_ptr,  # L^-1, [chunks, HV, C, C]; None without U
+    u_ptr,  # U, [micro_steps, HV, V], or None
     chunks_ptr,  # [chunks, 4], or None for a batch
     scale,
     T,
     chunks_per_seq,
-    rows,
+    micro_steps,
     HQ: tl.constexpr,
     HA: tl.constexpr,
     HO: tl.constexpr,
@@ -56,11 +57,12 @@ def _delta_outputs_kernel(
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    STEPS: tl.constexpr,
+    SUB_STEPS: tl.constexpr,
     DECAY: tl.constexpr,
     READS_BEFORE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """29 parameters: nine inputs, two outputs and their sizes: R is made once for o and U."""
     BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     value_head = ((pid // BLOCKS_V) % HO).to(tl.int64)
@@ -71,7 +73,7 @@ def _delta_outputs_kernel(
     count = (end - start).to(tl.int32)
     valid = steps < count
     dtype: tl.constexpr = states_ptr.dtype.element_ty
-    QUERY_STEPS: tl.constexpr = 1 if DECAY == DIAGONAL else STEPS
+    QUERY_SUB_STEPS: tl.constexpr = 1 if DECAY == DIAGONAL else SUB_STEPS
     k_columns = tl.arange(0, BLOCK_K)
     v_columns = (pid % BLOCKS_V) * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_state = (k_columns < K)[:, None] & (v_columns < V)[None, :]
@@ -85,22 +87,22 @@ def _delta_outputs_kernel(
         chunk_head = chunk * HV + head
         place = states_ptr + chunk_head * K * V + k_columns[:, None] * V + v_columns[None, :]
         state = tl.load(place, mask=mask_state, other=0.0)
-        head_rate_ptr, head_weight_ptr = rate_ptr, weight_ptr
-        if rate_ptr is not None:
-            head_rate_ptr += head
-        if weight_ptr is not None:
-            head_weight_ptr += head
-        reach, read_reach, _ = load_reach(
-            gate_ptr, head_rate_ptr, start, head, steps, valid, count, rows, HV, DECAY, READS_BEFORE
+        head_erase_beta_ptr, head_write_ptr = erase_beta_ptr, write_ptr
+        if erase_beta_ptr is not None:
+            head_erase_beta_ptr += head
+        if write_ptr is not None:
+            head_write_ptr += head
+        from_start, erase_from_start, _ = load_from_start(
+            gate_ptr, head_erase_beta_ptr, start, head, steps, valid, count, micro_steps, HV, DECAY, READS_BEFORE
         )
-        place = eraser_ptr + (start * HA + head // (HV // HA)) * K
-        eraser = load_rows(place, steps, valid, k_columns, HA * K, K, BLOCK_K)
-        residual = residual_rows(
-            eraser,
+        place = erase_ptr + (start * HA + head // (HV // HA)) * K
+        erase = load_tile(place, steps, valid, k_columns, HA * K, K, BLOCK_K)
+        R = residuals(
+            erase,
             state,
-            read_reach,
+            erase_from_start,
             value_ptr,
-            head_weight_ptr,
+            head_write_ptr,
             start,
             steps,
             valid,
@@ -112,61 +114,56 @@ def _delta_outputs_kernel(
             DECAY,
             PRECISION,
         )
-        high = residual.to(dtype)
+        high = R.to(dtype)
         low = high
         if dtype != tl.float32:
-            low = low_part(residual, high)
+            low = low_part(R, high)
         if output_ptr is not None:
             place = query_ptr + head // (HV // HQ) * K
-            query = load_step(place, start, steps, valid, k_columns, HQ * K, K, BLOCK_K, QUERY_STEPS, QUERY_STEPS - 1)
-            place = pairs_ptr + chunk_head * CHUNK * CHUNK + square
-            output += read_out(query, state, reach * scale, place, high, low, DECAY, PRECISION)
-        if corrected_ptr is not None:
-            inverse = tl.load(inverse_ptr + chunk_head * CHUNK * CHUNK + square)
-            corrected = tl.dot(inverse, high, input_precision=PRECISION)
-            place = corrected_ptr + ((start + steps) * HV + head)[:, None] * V + v_columns[None, :]
-            tl.store(place, corrected.to(dtype), mask=mask)
+            query = load_sub_step(
+                place, start, steps, valid, k_columns, HQ * K, K, BLOCK_K, QUERY_SUB_STEPS, QUERY_SUB_STEPS - 1
+            )
+            place = scores_ptr + chunk_head * CHUNK * CHUNK + square
+            output += read_out(query, state, from_start * scale, place, high, low, DECAY, PRECISION)
+        if u_ptr is not None:
+            L_inv = tl.load(L_inv_ptr + chunk_head * CHUNK * CHUNK + square)
+            u = tl.dot(L_inv, high, input_precision=PRECISION)
+            place = u_ptr + ((start + steps) * HV + head)[:, None] * V + v_columns[None, :]
+            tl.store(place, u.to(dtype), mask=mask)
     if output_ptr is not None:
-        row = start + steps
-        if STEPS > 1:
-            mask = mask & (row % STEPS == STEPS - 1)[:, None]
-        place = output_ptr + ((row // STEPS) * HO + value_head)[:, None] * V + v_columns[None, :]
+        micro_step = start + steps
+        if SUB_STEPS > 1:
+            mask = mask & (micro_step % SUB_STEPS == SUB_STEPS - 1)[:, None]
+        place = output_ptr + ((micro_step // SUB_STEPS) * HO + value_head)[:, None] * V + v_columns[None, :]
         tl.store(place, output.to(dtype), mask=mask)
 
 
 def delta_outputs(
-    inputs: DeltaWalkInputs,
+    inputs: DeltaScanInputs,
     states: Tensor,
     chunks: Spans,
     *,
     tiles: Tiles,
     output: Tensor | None,
-    corrected: tuple[Tensor | None, Tensor] | None,
+    pseudo_values: tuple[Tensor | None, Tensor] | None,
 ) -> None:
-    """Fill ``output`` and U; rows of no document are left out.
+    """Fill ``output`` and U; micro-steps of no document are left out.
 
     Args:
-        inputs: of the forward walk.
+        inputs: of the forward scan.
         states: [chunks, HV, K, V] that it left.
-        chunks: in rows.
-        corrected: T, and where U goes, as of ``delta_walk``.
+        chunks: in micro-steps.
+        pseudo_values: L^-1, and where U goes, as of ``inter_chunk_scan``.
     """
-    value_heads, value_dim = inputs.value.shape[2:]
-    inverse, corrected_rows = corrected if corrected is not None else (None, None)
+    query, erase, _, value, scores, erase_beta, write, gate, *_ = inputs
+    L_inv, u = (None, None) if pseudo_values is None else pseudo_values
+    reads = (None, None) if output is None else (query, scores)
     launch(
         _delta_outputs_kernel,
-        (chunks.count * value_heads * ceil_div(value_dim, tiles.block),),
+        (chunks.count * value.shape[2] * ceil_div(value.shape[3], tiles.block),),
         (
-            None if output is None else inputs.query,
-            inputs.eraser,
-            inputs.value,
-            None if output is None else inputs.pairs,
-            *(inputs.rate, inputs.weight, inputs.gate, states, output, inverse, corrected_rows),
-            chunks.table,
-            inputs.scale,
-            chunks.seq_len,
-            chunks.per_sequence,
-            inputs.eraser.shape[0] * inputs.eraser.shape[1],
+            *(reads[0], erase, value, reads[1], erase_beta, write, gate, states, output, L_inv, u),
+            *(*chunks.place(inputs.scale), erase.shape[0] * erase.shape[1]),
         ),
         inputs.constants(tiles),
         num_warps=tiles.num_warps,

@@ -1,4 +1,10 @@
-"""Joins segments of a sequence."""
+"""Segments of a sequence, scanned side by side from zero, joined: the state that each one truly starts from.
+
+    additive   S[s + 1] = S[s] decay[s] + H[s]                  delta   S[s + 1] = S[s] P[s] + H[s]
+
+H is a segment's own update, P the map of its erase and write pairs with their decay, [K, K]. In reverse dS goes from
+the last segment to the first, through P^T.
+"""
 
 import triton
 import triton.language as tl
@@ -25,7 +31,7 @@ def _join_segments_kernel(
     DECAY: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """S_start[s + 1] = S_start[s] decay[s] + update[s], over the segments of one sequence."""
+    """S[s + 1] = S[s] decay[s] + H[s], over the segments of one sequence."""
     BLOCKS: tl.constexpr = (K * V + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
     head = ((pid // BLOCKS) % HV).to(tl.int64)

@@ -1,31 +1,31 @@
-"""Products of a chunk under a decay of its own for every channel.
+"""Decay between the micro-steps of a chunk, of its own for every channel, as factors of matrix products.
 
-    P_ij = sum_c q_ic e^{G_ic - G_jc} k_jc   (j <= i)
+    A_qk_ij = sum_c q_ic e^{G_ic - G_jc} k_jc   (j <= i)
 
-*From the chunk's start*, where decay is moderate: P = (q e^G)(k e^-G)^T. e^-G is at most 2^LIMIT, which bfloat16 holds
-as it holds 1, so no pair is less exact for it; float16 holds less. Pairs in the wrong order may be as large, and are
-cut out. A row is *steep* from the first one on up to which a channel decays by more. Whether a row is steep depends on
-no later one, or outputs would.
+*From the chunk's start*, where decay is moderate: A_qk = (q e^G)(k e^-G)^T. e^-G is at most 2^LIMIT, which bfloat16
+holds as it holds 1, so no score is less exact for it; float16 holds less. Scores in the wrong order may be as large,
+and are masked. A micro-step is *steep* from the first one on up to which a channel decays by more. Whether one is steep
+depends on no later one, or outputs would.
 
-*By levels*, for pairs of steep rows: blocks are halved, and no exponent is above 0. A pair i > j lies in the later and
-the earlier half of exactly one block of 2w rows, w = C/2, C/4, .. 1. At that level the exponent splits at the boundary
-between the halves into two sums of gates, each <= 0, of which row i needs only the first and row j only the second. So
-each row has *one* factor a level,
+*By levels*, for scores of steep micro-steps: blocks are halved, and no exponent is above 0. A score i > j lies in the
+later and the earlier half of exactly one block of 2w micro-steps, w = C/2, C/4, .. 1. At that level the exponent splits
+at the boundary between the halves into two sums of gates, each <= 0, of which i needs only the first and j only the
+second. So each micro-step has *one* factor a level,
 
-    E_i = e^{sum of gates from the later half's first row to i}          for a row of a later half
-    E_j = e^{sum of gates after j to the earlier half's last row}        for a row of an earlier half
+    E_i = e^{sum of gates from the later half's first to i}              in a later half
+    E_j = e^{sum of gates after j to the earlier half's last}            in an earlier half
 
-and with X = E * (q in later halves, k in earlier ones) the level's pairs are entries of X X^T. The exponents are a 0/1
+and with X = E * (q in later halves, k in earlier ones) the level's scores are entries of X X^T. The exponents are a 0/1
 matrix times the gates, on the tensor cores: exact segment sums, since a gate is split in two float16 numbers, good to
-2^-22; between the rows of a chunk of 16-bit inputs the first of them is enough. The boundary lies between past and
-future, so no later gate ever touches an earlier row. (The difference of two running sums, fetched by ``tl.gather``,
-took half as long again; factors of a level made from those of the level before it, by exchanging the totals of halves
-between rows, 1.7 times as long.)
+2^-22; between the micro-steps of a chunk of 16-bit inputs the first of them is enough. The boundary lies between past
+and future, so no later gate ever touches an earlier micro-step. (The difference of two running sums, fetched by
+``tl.gather``, took half as long again; factors of a level made from those of the level before it, by exchanging the
+totals of halves between rows, 1.7 times as long.)
 
 The 0/1 matrices are read from a table rather than compared together anew by every program: that took half of the
 instructions.
 
-Source: arXiv:2312.06635 section 4.3 (secondary chunking), carried down to single rows. Oracle: ``decay.py``.
+Source: arXiv:2312.06635 section 4.3 (secondary chunking), carried down to single micro-steps. Oracle: ``decay.py``.
 """
 
 import torch
@@ -36,7 +36,7 @@ from torch import Tensor
 from statemix.kernels.launch import launch
 
 from .gates import bounded
-from .loads import load_step
+from .loads import load_sub_step
 
 LIMIT = tl.constexpr(64.0)
 FLOAT16_LIMIT = tl.constexpr(4.0)
@@ -44,7 +44,7 @@ FLOAT16_LIMIT = tl.constexpr(4.0)
 
 @triton.jit
 def first_steep(gates, CHUNK: tl.constexpr, dtype: tl.constexpr):
-    """The first steep row of cumulative gates [C, BLOCK_K], C for none; a NaN is steep."""
+    """The first steep micro-step of cumulative gates [C, BLOCK_K], C for none; a NaN is steep."""
     limit: tl.constexpr = FLOAT16_LIMIT if dtype == tl.float16 else LIMIT
     is_steep = tl.min(tl.where(gates == gates, gates, -float("inf")), axis=1) < -limit
     return tl.min(tl.where(is_steep, tl.arange(0, CHUNK), CHUNK), axis=0)
@@ -60,11 +60,11 @@ def cumulative_gates(
     STRIDE: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STEPS: tl.constexpr,
+    SUB_STEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """G of a chunk and each row's own gate, base 2, [C, BLOCK_K] float32."""
-    gate = load_step(log_decay_ptr, start, steps, valid, columns, STRIDE, K, BLOCK_K, STEPS, 0)
+    """G of a chunk and each micro-step's own gate, base 2, [C, BLOCK_K] float32."""
+    gate = load_sub_step(log_decay_ptr, start, steps, valid, columns, STRIDE, K, BLOCK_K, SUB_STEPS, 0)
     high, low = split_gate(gate, PRECISION)
     if PRECISION == "tf32":
         up_to = (steps[:, None] >= steps[None, :]).to(tl.float16)
@@ -91,23 +91,23 @@ def _sum_tables_kernel(table_ptr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr,
         up_to = gate < named_row
         named = named & (up_to | (is_later == 0))
     if level == tl.num_programs(0) - 1:
-        named = up_to  # reach; the level before it, whose half is the chunk, came out as rest
+        named = up_to  # from_start; the level before it, whose half is the chunk, came out as to_end
     place = table_ptr + (level * CHUNK + row) * CHUNK + column
     tl.store(place, named.to(table_ptr.dtype.element_ty))
 
 
 def sum_tables(chunk_size: int, like: Tensor, *, reads_before: bool = False) -> Tensor:
-    """0/1 matrices [L + 2, C, C], L = log2 C: the exponents of the L levels, then *rest*, then *reach*.
+    """0/1 matrices [log2 C + 2, C, C]: the exponents of the levels, then *to_end*, then *from_start*.
 
     Args:
-        reads_before: a row of a later half, and *reach*, leave the row's own gate out.
+        reads_before: one of a later half, and *from_start*, leave their own gate out.
     """
     dtype = torch.float32 if like.dtype == torch.float32 else torch.float16
     return _tables(chunk_size, like, dtype, transposed=False, reads_before=reads_before)
 
 
 def spread_tables(chunk_size: int, like: Tensor, *, reads_before: bool = False) -> Tensor:
-    """The same matrices transposed, [L + 2, C, C]; float16 would lose small gradients, so it takes float32."""
+    """The same matrices transposed, [log2 C + 2, C, C]; float16 would lose small gradients, so it takes float32."""
     dtype = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
     return _tables(chunk_size, like, dtype, transposed=True, reads_before=reads_before)
 
@@ -151,14 +151,14 @@ def level_factors(table_ptr, level, high, CHUNK: tl.constexpr, PRECISION: tl.con
 
 
 @triton.jit
-def is_later(rows, level):
-    """1 for rows of the later half of their block of 2 w rows, w = 2^level, else 0."""
-    return (rows >> level) & 1
+def is_later(steps, level):
+    """1 for steps of the later half of their block of 2 w, w = 2^level, else 0."""
+    return (steps >> level) & 1
 
 
 @triton.jit
 def spread(table_ptr, index, x, dgate, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """Add what the exponents of rows get, x, to the gates in them; ``table_ptr`` is of ``spread_tables``."""
+    """Add what exponents get, x, to the gates in them; ``table_ptr`` is of ``spread_tables``."""
     steps = tl.arange(0, CHUNK)
     named = tl.load(table_ptr + (index * CHUNK + steps[:, None]) * CHUNK + steps[None, :])
     return tl.dot(named, x.to(named.dtype), dgate, input_precision=PRECISION)

@@ -1,8 +1,11 @@
-"""Decay kinds, and the cumulative gate of a chunk."""
+"""Scalar gates in device code: kinds of decay, and the cumulative gate of a chunk.
+
+Exponents are base 2 and never above 0. The cumulative gate of a chunk is kept as two float32 numbers, high and low
+part of a float64 sum, so that a difference of two of them is the sum of the segment between, to float32 precision.
+"""
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 NO_DECAY = tl.constexpr(0)
 FIXED = tl.constexpr(1)
@@ -10,12 +13,6 @@ SCALAR = tl.constexpr(2)
 DIAGONAL = tl.constexpr(3)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST_LOG_DECAY = tl.constexpr(-120.0)  # e^-120 is 0 in float32; a finite bound keeps -inf - -inf out of the sums
-
-
-def decay_kind(log_decay: Tensor | None) -> int:
-    """Which of the four a log_decay None, [HV], [B, T, HV] or [B, T, HV, K] is."""
-    kinds = {None: NO_DECAY, 1: FIXED, 3: SCALAR, 4: DIAGONAL}
-    return int(kinds[None if log_decay is None else log_decay.ndim].value)
 
 
 @triton.jit
@@ -28,14 +25,14 @@ def bounded(log_decay):
 def load_gate(gate_ptr, start, head, steps, count, tokens, HV: tl.constexpr):
     """Cumulative gate of a chunk, high and low part, and the same at its last token; gate is [2, HV, tokens].
 
-    Rows after the last token repeat it, so that no exponent of theirs is above 0 either.
+    Steps after the last repeat it, so that no exponent of theirs is above 0 either.
     """
     high_ptr = gate_ptr + head * tokens + start
     low_ptr = high_ptr + HV * tokens.to(tl.int64)
-    rows = tl.minimum(steps, count - 1)
+    index = tl.minimum(steps, count - 1)
     return (
-        tl.load(high_ptr + rows),
-        tl.load(low_ptr + rows),
+        tl.load(high_ptr + index),
+        tl.load(low_ptr + index),
         tl.load(high_ptr + count - 1),
         tl.load(low_ptr + count - 1),
     )
@@ -43,16 +40,16 @@ def load_gate(gate_ptr, start, head, steps, count, tokens, HV: tl.constexpr):
 
 @triton.jit
 def load_gate_before(gate_ptr, start, head, steps, count, tokens, HV: tl.constexpr):
-    """The cumulative gate of ``load_gate`` before the decay of each row, 0 at the chunk's first row."""
+    """The cumulative gate of ``load_gate`` before the decay of each step, 0 at the chunk's first."""
     high_ptr = gate_ptr + head * tokens + start
     low_ptr = high_ptr + HV * tokens.to(tl.int64)
-    rows = tl.minimum(steps - 1, count - 1)
-    return tl.load(high_ptr + rows, mask=steps > 0, other=0.0), tl.load(low_ptr + rows, mask=steps > 0, other=0.0)
+    index = tl.minimum(steps - 1, count - 1)
+    return tl.load(high_ptr + index, mask=steps > 0, other=0.0), tl.load(low_ptr + index, mask=steps > 0, other=0.0)
 
 
 @triton.jit
 def between(row, row_low, column, column_low, EXACT: tl.constexpr):
-    """Cumulative gate of rows less that of columns, [C, C]: the log decays in between, where rows are the later ones.
+    """log2 Gamma, [C, C]: cumulative gate of rows less that of columns, where rows are the later ones.
 
     For 16-bit inputs the high parts are enough: e to their difference is off by 2^-24 |G| of itself, which stays below
     a quarter of a unit of float16 up to |G| = 2^11.

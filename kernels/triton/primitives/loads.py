@@ -1,11 +1,9 @@
-"""Device functions that every kernel of a chunk form shares: where a run of tokens lies, and the decay between tokens.
+"""Device functions that kernels of every stage share: where a run of tokens lies, and tiles of its tensors.
 
-A *span* is a run of tokens of one sequence that one program walks: a chunk, a segment of several chunks, or the whole
-sequence. In a batch its place is arithmetic; for packed documents it is a row (start, end, first chunk, document) of
-a table made on the device (``packed_spans``), so that no length is ever read on the host.
-
-Exponents are base 2 and never above 0. The cumulative gate of a chunk is kept as two float32 numbers, high and low
-part of a float64 sum, so that a difference of two of them is the sum of the segment between, to float32 precision.
+A *span* is a run of tokens of one sequence that one program works on: a chunk, a segment of several chunks, or the
+whole sequence. In a batch its place is arithmetic; for packed documents it is a row (start, end, first chunk, document)
+of a table made on the device (``packed_spans``), so that no length is ever read on the host. Spans and ``steps`` in
+them count micro-steps where a token has several.
 """
 
 import triton
@@ -41,8 +39,8 @@ def low_part(x, high):
 
 
 @triton.jit
-def load_rows(ptr, steps, valid, columns, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of a [tokens, STRIDE] array from its row ``ptr`` on; zero after the span's end and past WIDTH columns."""
+def load_tile(ptr, steps, valid, columns, STRIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """``steps`` of a [micro_steps, STRIDE] array from ``ptr`` on; zero after the span's end and past WIDTH columns."""
     mask = valid[:, None]
     if WIDTH % BLOCK != 0:
         mask = mask & (columns < WIDTH)[None, :]
@@ -50,7 +48,7 @@ def load_rows(ptr, steps, valid, columns, STRIDE: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit
-def load_step(
+def load_sub_step(
     ptr,
     first,
     steps,
@@ -59,25 +57,25 @@ def load_step(
     STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEPS: tl.constexpr,
-    STEP: tl.constexpr,
+    SUB_STEPS: tl.constexpr,
+    SUB_STEP: tl.constexpr,
 ):
-    """Micro-steps ``first + steps`` of a [tokens, STRIDE] array, STEPS a token: step STEP has its row, others are zero.
+    """Micro-steps ``first + steps``, SUB_STEPS a token, of a [tokens, STRIDE] array: zero but for sub-step SUB_STEP.
 
-    Decays belong to the first step of a token, queries to the last.
+    Decays belong to the first sub-step of a token, queries to the last.
     """
-    if STEPS == 1:
-        rows = load_rows(ptr + first * STRIDE, steps, valid, columns, STRIDE, WIDTH, BLOCK)
+    if SUB_STEPS == 1:
+        tile = load_tile(ptr + first * STRIDE, steps, valid, columns, STRIDE, WIDTH, BLOCK)
     else:
-        row = first + steps
-        mask = (valid & (row % STEPS == STEP))[:, None] & (columns < WIDTH)[None, :]
-        rows = tl.load(ptr + (row // STEPS)[:, None] * STRIDE + columns[None, :], mask=mask, other=0.0)
-    return rows
+        micro_step = first + steps
+        mask = (valid & (micro_step % SUB_STEPS == SUB_STEP))[:, None] & (columns < WIDTH)[None, :]
+        tile = tl.load(ptr + (micro_step // SUB_STEPS)[:, None] * STRIDE + columns[None, :], mask=mask, other=0.0)
+    return tile
 
 
 @triton.jit
 def load_scalars(ptr, steps, valid, STRIDE: tl.constexpr):
-    """One number a row, float32, 1 where there is no array."""
+    """One number a micro-step, float32, 1 where there is no array."""
     if ptr is not None:
         result = tl.load(ptr + steps * STRIDE, mask=valid, other=0.0).to(tl.float32)
     else:
@@ -87,10 +85,10 @@ def load_scalars(ptr, steps, valid, STRIDE: tl.constexpr):
 
 @triton.jit
 def store_value_gradients(
-    residual,
+    dR,
     v_ptr,
     dv_ptr,
-    weight,
+    write,
     start,
     head,
     steps,
@@ -103,7 +101,7 @@ def store_value_gradients(
     """Store columns of dv = w dR, and return their share of dw = v^T dR; v has HO heads, dv has HV."""
     mask = valid[:, None] & (columns < V)[None, :]
     place = ((start + steps) * HV + head)[:, None] * V + columns[None, :]
-    tl.store(dv_ptr + place, (residual * weight[:, None]).to(dv_ptr.dtype.element_ty), mask=mask)
+    tl.store(dv_ptr + place, (dR * write[:, None]).to(dv_ptr.dtype.element_ty), mask=mask)
     place = ((start + steps) * HO + head // (HV // HO))[:, None] * V + columns[None, :]
     v = tl.load(v_ptr + place, mask=mask, other=0.0)
-    return tl.sum(residual.to(tl.float32) * v, axis=1)
+    return tl.sum(dR.to(tl.float32) * v, axis=1)

@@ -1,12 +1,13 @@
 """The additive family on a GPU: which kernels run, on which tensors, in which order. Equations stand with the kernels.
 
-    forward     [gate] -> [segments: walk from zero, join] -> walk
-    backward    [segments: reverse walk from zero, join] -> reverse walk -> gradients
+    forward     [gate] -> [segments: scan from zero, join] -> inter-chunk scan
+    backward    [segments: reverse scan from zero, join] -> reverse scan -> gradients
 
-``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_pairs`` for a diagonal one; no decay and a fixed one
-need none. A sequence is cut into segments where one walk a (head, block of V) would leave most of the device idle.
+``gate`` is ``cumulative_gate`` for a scalar decay and ``channel_scores`` for a diagonal one; no decay and a fixed one
+need none. A sequence is partitioned into segments where one scan a (head, block of V) would leave most of the device
+idle.
 
-With nothing saved, backward makes the gate and walks forward once more. Neither validates nor knows autograd:
+With nothing saved, backward makes the gate and scans forward once more. Neither validates nor knows autograd:
 ``operators.py`` does. n writes a token are n tokens, of which the first alone decays and the last alone is read out.
 Shapes: B T HQ HK HV K V, N sequences, C chunk, n micro-steps a token.
 """
@@ -18,20 +19,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .launch_config import AdditiveConfig, Tiles, additive_config, check_same_tiles, device_arch
-from .normal_form import sum_groups
-from .operands import Decay, Gradients, Saved, ScanOperands
-from .spans import Partition, Spans, ceil_div, partition
-from .triton.backward.additive_gradients import gradients
-from .triton.backward.channel_gradients import channel_gradients
-from .triton.inter_chunk.additive_scan import WalkInputs, walk
-from .triton.inter_chunk.joins import join_segments
-from .triton.intra_chunk.channel_scores import channel_pairs
-from .triton.primitives.cumulative_gate import cumulative_gate
+from statemix.kernels.launch_config import AdditiveConfig, Tiles, additive_config, check_same_tiles, device_arch
+from statemix.kernels.normal_form import sum_groups
+from statemix.kernels.operands import Decay, Gradients, Saved, ScanOperands
+from statemix.kernels.spans import Partition, Spans, ceil_div, partition
+
+from .backward.additive_gradients import additive_gradients
+from .backward.channel_gradients import channel_gradients
+from .inter_chunk.additive_scan import AdditiveScanInputs, inter_chunk_scan
+from .inter_chunk.joins import join_segments
+from .intra_chunk.channel_scores import channel_scores
+from .primitives.cumulative_gate import cumulative_gate
 
 
 class _Plan(NamedTuple):
-    """Tiles, how the tokens are cut, and the kind of decay."""
+    """Tiles, how the tokens are partitioned, and the kind of decay."""
 
     config: AdditiveConfig
     partition: Partition
@@ -39,19 +41,19 @@ class _Plan(NamedTuple):
 
 
 class _Decayed(NamedTuple):
-    """q and k with their decay, as the walk takes them: see ``walk_triton``."""
+    """q and k with their decay, as the scan takes them: see ``additive_scan``."""
 
     q: Tensor
     k: Tensor
     gate: Tensor | None
-    pairs: Tensor | None
+    scores: Tensor | None
 
-    def forward(self, operands: ScanOperands, scale: float) -> WalkInputs:
-        rest = (operands.v, self.gate, self.pairs, operands.initial_state, operands.decay.value, scale)
-        return WalkInputs(self.q, self.k, *rest)
+    def forward(self, operands: ScanOperands, scale: float) -> AdditiveScanInputs:
+        shared = (operands.v, self.gate, self.scores, operands.initial_state, operands.decay.value, scale)
+        return AdditiveScanInputs(self.q, self.k, *shared)
 
-    def reverse(self, grad: Tensor, initial: Tensor | None, decay: Decay, scale: float) -> WalkInputs:
-        return WalkInputs(self.k, self.q, grad, self.gate, self.pairs, initial, decay.value, scale)
+    def reverse(self, grad: Tensor, initial: Tensor | None, decay: Decay, scale: float) -> AdditiveScanInputs:
+        return AdditiveScanInputs(self.k, self.q, grad, self.gate, self.scores, initial, decay.value, scale)
 
 
 def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor, Tensor, Saved | None]:
@@ -59,7 +61,7 @@ def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor
 
     Args:
         operands: without erase pairs, of any strides; what is not contiguous is copied.
-        save: keep the state at every chunk's start; without, backward walks once more.
+        save: keep the state at every chunk's start; without, backward scans once more.
 
     Returns:
         output [B, T, HV, V] in the dtype of q, final_state [N, HV, V, K] float32, saved.
@@ -68,9 +70,9 @@ def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor
     operands = _one_step_a_token(operands, num_steps).contiguous()
     plan = _plan(operands)
     decayed = _decayed(operands, plan, scale)
-    output = plan.partition.chunks.rows_like(operands.v)
+    output = plan.partition.chunks.array_like(operands.v)
     states = _chunk_states(operands, plan) if save else None
-    final = _walk(decayed.forward(operands, scale), plan, output=output, states=states)
+    final = _scan(decayed.forward(operands, scale), plan, output=output, states=states)
     if num_steps > 1:
         output = output[:, num_steps - 1 :: num_steps].contiguous()
     return output, final, None if states is None else _saved(states, decayed, plan)
@@ -96,11 +98,11 @@ def backward(
         states, decayed = saved.states, _saved_decayed(operands, saved, plan)
     else:
         states, decayed = _chunk_states(operands, plan), _decayed(operands, plan, scale)
-        _walk(decayed.forward(operands, scale), plan, output=None, states=states)
-    grad_states, dv = torch.empty_like(states), plan.partition.chunks.rows_like(operands.v)
+        _scan(decayed.forward(operands, scale), plan, output=None, states=states)
+    grad_states, dv = torch.empty_like(states), plan.partition.chunks.array_like(operands.v)
     reverse = decayed.reverse(grad_output, grad_final, plan.decay, scale)
-    d_initial = _walk(reverse, plan, output=dv, states=grad_states, reverse=True)
-    dq, dk, gate = _row_gradients(
+    d_initial = _scan(reverse, plan, output=dv, states=grad_states, reverse=True)
+    dq, dk, gate = _key_gradients(
         operands, grad_output, decayed.gate, states, grad_states, plan, scale=scale, needs_gate=needs_decay_grad
     )
     d_decay = _decay_gradient(gate if needs_decay_grad else None, operands.log_decay)
@@ -113,7 +115,7 @@ def backward(
     return Gradients(dq, None, dk, dv, None, None, d_decay, d_initial)
 
 
-def _row_gradients(
+def _key_gradients(
     operands: ScanOperands,
     grad_output: Tensor,
     gate: Tensor | None,
@@ -126,18 +128,15 @@ def _row_gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of every query and key, one a value head, and of the gate."""
     chunks, config = plan.partition.chunks, plan.config
+    tensors = (states, grad_states, chunks)
     if plan.decay is Decay.DIAGONAL:
+        tiles = config.channel_gradients
         grads = channel_gradients(
-            operands, grad_output, states, grad_states, chunks, scale=scale, tiles=config.channel_gradients
+            *(operands, grad_output, operands.v, None, *tensors), scale=scale, tiles=tiles, score_tiles=tiles
         )
         return grads.q, grads.b, grads.gate
-    others = gradients(
-        *(operands, grad_output, gate, states, grad_states, chunks),
-        scale=scale,
-        tiles=config.gradients,
-        needs_gate=needs_gate,
-    )
-    return others.q, others.k, others.gate
+    tiles = config.gradients
+    return additive_gradients(operands, grad_output, gate, *tensors, scale=scale, tiles=tiles, needs_gate=needs_gate)
 
 
 def _one_step_a_token(operands: ScanOperands, num_steps: int) -> ScanOperands:
@@ -173,28 +172,28 @@ def _decayed(operands: ScanOperands, plan: _Plan, scale: float) -> _Decayed:
     if log_decay is not None and plan.decay is Decay.SCALAR:
         return _Decayed(q, k, cumulative_gate(log_decay, plan.partition.chunks), None)
     if log_decay is not None and plan.decay is Decay.DIAGONAL:
-        decayed = channel_pairs(q, k, log_decay, plan.partition.chunks, scale=scale, tiles=plan.config.channel_scores)
-        return _Decayed(decayed.reach, decayed.rest, decayed.total, decayed.pairs)
+        scores = channel_scores(operands, plan.partition.chunks, scale=scale, tiles=plan.config.channel_scores)
+        return _Decayed(scores.q_from_start, scores.b_to_end, scores.total, scores.A_qk)
     return _Decayed(q, k, log_decay, None)
 
 
 def _saved(states: Tensor, decayed: _Decayed, plan: _Plan) -> Saved:
     """The states, and of ``decayed`` what is not an operand."""
     if plan.decay is Decay.DIAGONAL:
-        return Saved(states, pairs=decayed.pairs, query=decayed.q, key=decayed.k, gate=decayed.gate)
+        return Saved(states, scores=decayed.scores, query=decayed.q, key=decayed.k, gate=decayed.gate)
     return Saved(states, gate=decayed.gate if plan.decay is Decay.SCALAR else None)
 
 
 def _check_saved(saved: Saved, plan: _Plan) -> None:
-    """States are those of these chunks, and so are pairs."""
+    """States are those of these chunks, and so are scores."""
     chunk_size = plan.config.chunk_size
-    saved_size = chunk_size if saved.pairs is None else saved.pairs.shape[-1]
+    saved_size = chunk_size if saved.scores is None else saved.scores.shape[-1]
     check_same_tiles((saved.states.shape[0], saved_size), (plan.partition.chunks.count, chunk_size))
 
 
 def _saved_decayed(operands: ScanOperands, saved: Saved, plan: _Plan) -> _Decayed:
     q, k = operands.q if saved.query is None else saved.query, operands.b if saved.key is None else saved.key
-    return _Decayed(q, k, operands.log_decay if plan.decay is Decay.FIXED else saved.gate, saved.pairs)
+    return _Decayed(q, k, operands.log_decay if plan.decay is Decay.FIXED else saved.gate, saved.scores)
 
 
 def _chunk_states(operands: ScanOperands, plan: _Plan) -> Tensor:
@@ -202,38 +201,30 @@ def _chunk_states(operands: ScanOperands, plan: _Plan) -> Tensor:
     return operands.v.new_empty(plan.partition.chunks.count, heads, operands.q.shape[-1], value_dim)
 
 
-def _walk(
-    inputs: WalkInputs, plan: _Plan, *, output: Tensor | None, states: Tensor | None, reverse: bool = False
+def _scan(
+    inputs: AdditiveScanInputs, plan: _Plan, *, output: Tensor | None, states: Tensor | None, reverse: bool = False
 ) -> Tensor:
-    """Walk every sequence, in segments where the plan says so; returns the state at the other end."""
-    final = _empty_states(inputs, plan.partition.sequences)
-    step = partial(walk, chunk_size=plan.config.chunk_size, reverse=reverse)
-    tiles = _walk_tiles(plan, states, reverse=reverse)
-    if plan.partition.segments is None:
-        step(inputs, plan.partition.sequences, tiles=tiles, output=output, states=states, final=final)
+    """Scan every sequence, in segments where the plan says so; returns the state at the other end."""
+    final, segments = _empty_states(inputs, plan.partition.sequences), plan.partition.segments
+    scan = partial(inter_chunk_scan, chunk_size=plan.config.chunk_size, reverse=reverse)
+    tiles = _scan_tiles(plan, states, reverse=reverse)
+    if segments is None:
+        scan(inputs, plan.partition.sequences, tiles=tiles, output=output, states=states, final=final)
         return final
-    updates, decay = _empty_states(inputs, plan.partition.segments), _span_decay(inputs, plan.partition.segments)
-    step(
-        replace(inputs, initial=None),
-        plan.partition.segments,
-        tiles=plan.config.summary,
-        output=None,
-        states=None,
-        final=updates,
-        span_decay=decay,
-    )
-    segments = plan.partition.segments
+    updates, decay = _empty_states(inputs, segments), _span_decay(inputs, segments)
+    from_zero = replace(inputs, initial=None)
+    scan(from_zero, segments, tiles=plan.config.summary, final=updates, span_decay=decay)
     join_segments(inputs.initial, updates, decay, final, segments, kind=plan.decay.value, reverse=reverse)
-    step(replace(inputs, initial=updates), segments, tiles=tiles, output=output, states=states, final=None)
+    scan(replace(inputs, initial=updates), segments, tiles=tiles, output=output, states=states)
     return final
 
 
-def _empty_states(inputs: WalkInputs, spans: Spans) -> Tensor:
+def _empty_states(inputs: AdditiveScanInputs, spans: Spans) -> Tensor:
     heads, value_dim = inputs.value.shape[2:]
     return inputs.value.new_empty(spans.count, heads, value_dim, inputs.writer.shape[-1], dtype=torch.float32)
 
 
-def _walk_tiles(plan: _Plan, states: Tensor | None, *, reverse: bool) -> Tiles:
+def _scan_tiles(plan: _Plan, states: Tensor | None, *, reverse: bool) -> Tiles:
     config = plan.config
     if plan.decay is Decay.DIAGONAL:
         return config.channel_scan
@@ -242,7 +233,7 @@ def _walk_tiles(plan: _Plan, states: Tensor | None, *, reverse: bool) -> Tiles:
     return config.scan if states is None or plan.decay is not Decay.SCALAR else config.saving
 
 
-def _span_decay(inputs: WalkInputs, segments: Spans) -> Tensor | None:
+def _span_decay(inputs: AdditiveScanInputs, segments: Spans) -> Tensor | None:
     if inputs.decay == Decay.NONE:
         return None
     shape = [segments.count, inputs.value.shape[2]]
