@@ -52,7 +52,7 @@ quickstart` takes layers, batch and length from a recipe.
 
 ## Tiles for another GPU
 
-Tile sizes come from a short table keyed by head sizes and device family. Nothing is tuned behind your back, so a first
+Tile sizes come from a short table keyed by head sizes and kind of GPU. Nothing is tuned behind your back, so a first
 call compiles once, and packed documents of any length compile nothing more. To try other tiles on a GPU of yours, for
 heads of one size and for all recurrences or those that `--op` names (a block counts as a head):
 
@@ -286,12 +286,11 @@ def _largest(records: Iterable[Record], *, is_gradient: bool) -> float:
 
 
 def _origin(records: Sequence[Record]) -> str:
-    """Device, versions and dates."""
-    origin = []
-    for gpu in dict.fromkeys(r["gpu"] for r in records):
-        origin.append(gpu)
+    """Device, versions, where records have them, and dates."""
+    origin = list(dict.fromkeys(r["gpu"] for r in records))
     for package in ("torch", "triton", "statemix"):
-        origin.append(f"{package} {' and '.join(sorted({r['versions'].get(package, '?') for r in records}))}")
+        if versions := sorted({r["versions"][package] for r in records if package in r["versions"]}):
+            origin.append(f"{package} {' and '.join(versions)}")
     return ", ".join([*origin, " and ".join(sorted({r["date"] for r in records}))])
 
 

@@ -55,10 +55,7 @@ _BACKENDS: dict[str, Backend] = {}
 
 
 def register_backend(
-    name: str,
-    obstacle: Callable[[ScanOperands], str | None],
-    forward: Forward,
-    backward: Backward | None = None,
+    name: str, obstacle: Callable[[ScanOperands], str | None], forward: Forward, backward: Backward | None = None
 ) -> None:
     """Let ``scan(..., backend=name)`` run another implementation.
 

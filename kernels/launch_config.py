@@ -5,7 +5,7 @@ Those for Hopper were checked against float64 on a GPU (``benchmarks/verify_gpu.
 against the compiler faults that ``tests/kernels`` looks for in the machine code.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -134,6 +134,14 @@ class DeltaConfig(_Tiling):
 Config = AdditiveConfig | DeltaConfig
 
 
+# Kernels whose blocks are over the key, where heads are wide.
+_WIDE: dict[str, Any] = {
+    "gradients": Tiles(64, 4, 1),
+    "channel_scores": Tiles(64, 4, 3),
+    "channel_gradients": Tiles(64, 4, 3),
+}
+_WIDEST: dict[str, Any] = dict.fromkeys(_WIDE, Tiles(64, 4, 1))
+
 # The largest K of a config, then the config. The ptxas of Triton 3.6 can multiply a right operand narrower than 64
 # columns wrongly on Hopper, or read it from where nothing is (seen with blocks of 32): 16-bit configs pad smaller heads
 # to 64.
@@ -150,47 +158,17 @@ _NVIDIA_16_BIT = {
         channel_gradients=Tiles(64, 4, 3),
         fill=256,
     ),
-    256: replace(
-        AdditiveConfig.uniform(64, Tiles(64, 8, 2)),
-        gradients=Tiles(64, 4, 1),
-        channel_scores=Tiles(64, 4, 3),
-        channel_gradients=Tiles(64, 4, 3),
-    ),
-    512: replace(
-        AdditiveConfig.uniform(32, Tiles(64, 8, 1)),
-        gradients=Tiles(64, 4, 1),
-        channel_scores=Tiles(64, 4, 1),
-        channel_gradients=Tiles(64, 4, 1),
-    ),
+    256: replace(AdditiveConfig.uniform(64, Tiles(64, 8, 2)), **_WIDE),
+    512: replace(AdditiveConfig.uniform(32, Tiles(64, 8, 1)), **_WIDEST),
 }
 # Two loads in flight take more than its shared memory under Triton 3.4, which keeps copies of operands there.
 _BLACKWELL_16_BIT = _NVIDIA_16_BIT | {
     256: replace(_NVIDIA_16_BIT[256], scan=Tiles(64, 8, 1), saving=Tiles(64, 8, 1), reverse=Tiles(64, 8, 1))
 }
 # 64 KB of shared memory: no loads in flight, and shorter chunks for wide heads.
-_CDNA3_16_BIT = {
-    128: AdditiveConfig.uniform(64, Tiles(64, 4, 1)),
-    512: AdditiveConfig.uniform(32, Tiles(64, 8, 1)),
-}
-_FLOAT32 = {
-    128: AdditiveConfig.uniform(32, Tiles(32, 4, 1)),
-    512: AdditiveConfig.uniform(16, Tiles(16, 4, 1)),
-}
+_CDNA3_16_BIT = {128: AdditiveConfig.uniform(64, Tiles(64, 4, 1)), 512: AdditiveConfig.uniform(32, Tiles(64, 8, 1))}
+_FLOAT32 = {128: AdditiveConfig.uniform(32, Tiles(32, 4, 1)), 512: AdditiveConfig.uniform(16, Tiles(16, 4, 1))}
 _INTERPRETER = {512: AdditiveConfig.uniform(16, Tiles(16, 4, 1), fill=4)}
-
-
-def additive_config(arch: Arch, key_dim: int, value_dim: int, dtype: torch.dtype) -> AdditiveConfig:
-    """The config of the table for heads of this size; ``tuned`` puts those of a file in front."""
-    chosen = _overrides.get((AdditiveConfig, arch, key_dim, value_dim, dtype))
-    if chosen is not None:
-        return cast(AdditiveConfig, chosen)
-    if arch == "interpreter":
-        table = _INTERPRETER
-    elif dtype == torch.float32:
-        table = _FLOAT32
-    else:
-        table = {"sm_100": _BLACKWELL_16_BIT, "gfx942": _CDNA3_16_BIT}.get(arch, _NVIDIA_16_BIT)
-    return next(config for largest, config in table.items() if key_dim <= largest)
 
 
 _DELTA_NVIDIA_16_BIT = {
@@ -208,22 +186,9 @@ _DELTA_NVIDIA_16_BIT = {
         fill=256,
         max_registers=128,
     ),
-    256: replace(
-        DeltaConfig.uniform(64, Tiles(64, 8, 1)),
-        intra_chunk=Tiles(128, 4, 1),
-        gradients=Tiles(64, 4, 1),
-        channel_scores=Tiles(64, 4, 3),
-        channel_gradients=Tiles(64, 4, 3),
-    ),
-    512: replace(
-        DeltaConfig.uniform(32, Tiles(64, 8, 1)),
-        intra_chunk=Tiles(
-            32, 4, 1
-        ),  # no right operand is as narrow: the block is of rows, or of the axis that is summed
-        gradients=Tiles(64, 4, 1),
-        channel_scores=Tiles(64, 4, 1),
-        channel_gradients=Tiles(64, 4, 1),
-    ),
+    256: replace(DeltaConfig.uniform(64, Tiles(64, 8, 1)), intra_chunk=Tiles(128, 4, 1), **_WIDE),
+    # no right operand is as narrow as 32: the block is of rows, or of the axis that is summed
+    512: replace(DeltaConfig.uniform(32, Tiles(64, 8, 1)), intra_chunk=Tiles(32, 4, 1), **_WIDEST),
 }
 # The limit of 64 columns is Hopper's. Ampere spills by thousands with the tiles of Hopper.
 _DELTA_AMPERE_16_BIT = {
@@ -231,15 +196,32 @@ _DELTA_AMPERE_16_BIT = {
     256: DeltaConfig.uniform(64, Tiles(32, 8, 1)),
     512: DeltaConfig.uniform(32, Tiles(32, 8, 1)),
 }
-_DELTA_CDNA3_16_BIT = {
-    128: DeltaConfig.uniform(64, Tiles(64, 4, 1)),
-    512: DeltaConfig.uniform(32, Tiles(64, 8, 1)),
-}
-_DELTA_FLOAT32 = {
-    128: DeltaConfig.uniform(32, Tiles(32, 4, 1)),
-    512: DeltaConfig.uniform(16, Tiles(16, 4, 1)),
-}
+_DELTA_CDNA3_16_BIT = {128: DeltaConfig.uniform(64, Tiles(64, 4, 1)), 512: DeltaConfig.uniform(32, Tiles(64, 8, 1))}
+_DELTA_FLOAT32 = {128: DeltaConfig.uniform(32, Tiles(32, 4, 1)), 512: DeltaConfig.uniform(16, Tiles(16, 4, 1))}
 _DELTA_INTERPRETER = {512: DeltaConfig.uniform(32, Tiles(16, 4, 1), fill=16)}
+
+
+_TABLES: dict[type[Config], dict[str, Mapping[int, Config]]] = {
+    AdditiveConfig: {
+        "interpreter": _INTERPRETER,
+        "float32": _FLOAT32,
+        "sm_100": _BLACKWELL_16_BIT,
+        "gfx942": _CDNA3_16_BIT,
+        "others": _NVIDIA_16_BIT,
+    },
+    DeltaConfig: {
+        "interpreter": _DELTA_INTERPRETER,
+        "float32": _DELTA_FLOAT32,
+        "sm_80": _DELTA_AMPERE_16_BIT,
+        "gfx942": _DELTA_CDNA3_16_BIT,
+        "others": _DELTA_NVIDIA_16_BIT,
+    },
+}
+
+
+def additive_config(arch: Arch, key_dim: int, value_dim: int, dtype: torch.dtype) -> AdditiveConfig:
+    """The config of the table for heads of this size; ``tuned`` puts those of a file in front."""
+    return cast(AdditiveConfig, _config(AdditiveConfig, arch, key_dim, value_dim, dtype))
 
 
 def delta_config(arch: Arch, key_dim: int, value_dim: int, dtype: torch.dtype) -> DeltaConfig:
@@ -247,15 +229,16 @@ def delta_config(arch: Arch, key_dim: int, value_dim: int, dtype: torch.dtype) -
 
     Blocks count as heads: key_dim is that of one.
     """
-    chosen = _overrides.get((DeltaConfig, arch, key_dim, value_dim, dtype))
-    if chosen is not None:
-        return cast(DeltaConfig, chosen)
-    if arch == "interpreter":
-        table = _DELTA_INTERPRETER
-    elif dtype == torch.float32:
-        table = _DELTA_FLOAT32
-    else:
-        table = {"sm_80": _DELTA_AMPERE_16_BIT, "gfx942": _DELTA_CDNA3_16_BIT}.get(arch, _DELTA_NVIDIA_16_BIT)
+    return cast(DeltaConfig, _config(DeltaConfig, arch, key_dim, value_dim, dtype))
+
+
+def _config(kind: type[Config], arch: Arch, key_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
+    tuned = _overrides.get((kind, arch, key_dim, value_dim, dtype))
+    if tuned is not None:
+        return tuned
+    tables = _TABLES[kind]
+    name = "float32" if dtype == torch.float32 and arch != "interpreter" else arch
+    table = tables.get(name, tables["others"])
     return next(config for largest, config in table.items() if key_dim <= largest)
 
 

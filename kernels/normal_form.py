@@ -90,7 +90,12 @@ def is_same(x: Tensor, y: Tensor) -> bool:
 
 
 def has_equal_values(x: Tensor, y: Tensor, *, may_wait: bool = False) -> bool:
-    """What two tensors hold is the same, as far as it can be read: on a GPU only where the host may wait for it."""
+    """What two tensors hold is the same, as far as it can be read: on a GPU only where the host may wait for it.
+
+    Nothing can be while a compiler traces.
+    """
+    if torch.compiler.is_compiling():
+        return False
     is_plain = type(x) in _PLAIN and type(y) in _PLAIN and torch._C._len_torch_dispatch_stack() == 0
     can_read = is_plain and (x.device.type == "cpu" or (may_wait and x.device.type == "cuda"))
     return can_read and (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device) and torch.equal(x, y)

@@ -281,13 +281,7 @@ def _without_pairs(k: Tensor, v: Tensor, write: Tensor | None, *, dtype: torch.d
 
 
 def _along_the_write_key(
-    erase: tuple[Tensor, Tensor],
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    write: Tensor | None,
-    *,
-    dtype: torch.dtype,
+    erase: tuple[Tensor, Tensor], k: Tensor, v: Tensor, beta: Tensor | None, write: Tensor | None, *, dtype: torch.dtype
 ) -> _Steps:
     """Every tensor as it is, with an axis n joined to T: autograd walks back through each view that is made."""
     steps = _Steps(None if erase[0] is erase[1] else erase[0].to(dtype), k, v, beta, write)
@@ -295,13 +289,7 @@ def _along_the_write_key(
 
 
 def _in_another_direction(
-    erase: tuple[Tensor, Tensor],
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    write: Tensor | None,
-    *,
-    dtype: torch.dtype,
+    erase: tuple[Tensor, Tensor], k: Tensor, v: Tensor, beta: Tensor | None, write: Tensor | None, *, dtype: torch.dtype
 ) -> _Steps:
     """Erase pairs of a value 0 beside writes of an erase beta 0."""
     is_tied, beta, write = erase[0] is erase[1], _with_axes(beta, erase[0]), _with_axes(write, k)

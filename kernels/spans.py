@@ -48,7 +48,7 @@ class Spans:
         return self.table, scale, self.seq_len, self.per_sequence
 
     def array_like(self, x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An array of rows that a kernel fills span by span: zeros where rows of no document are left out.
+        """An array that a kernel fills span by span: zeros where micro-steps of no document are left out.
 
         Args:
             shape, dtype: in place of those of x.
@@ -100,10 +100,10 @@ def whole_documents(cu_seqlens: Tensor, seq_len: int, chunk_size: int) -> Spans:
 
 @dataclass(frozen=True)
 class Partition:
-    """How the rows of a scan are cut.
+    """How the micro-steps of a scan are partitioned.
 
     Attributes:
-        chunks: rows that are turned into matrix products.
+        chunks: micro-steps that are turned into matrix products.
         sequences: those that a state passes through.
         segments: runs of chunks that start from a state of their own, or None where whole sequences fill the device.
     """
@@ -115,13 +115,13 @@ class Partition:
 
 @dataclass(frozen=True)
 class PartitionRule:
-    """When sequences are cut into segments, which have to be joined.
+    """When sequences are split into segments, which have to be joined.
 
     Attributes:
-        chunk_size: rows a chunk.
+        chunk_size: micro-steps a chunk.
         fill: programs that keep the device busy; a sequence gets as many segments as have room in that, rounded down.
         shortest: chunks of a segment at least.
-        fewest: without room for so many segments a sequence nothing is cut: joining them would cost more than idle
+        fewest: without room for so many segments a sequence nothing is split: joining them would cost more than idle
             multiprocessors. A short sequence may still have fewer.
     """
 
@@ -130,58 +130,59 @@ class PartitionRule:
     shortest: int
     fewest: int
 
-    def segment_length(self, rows: int, programs: int) -> int:
-        """Rows of a segment, a multiple of the chunk. Sizes may be symbolic.
+    def segment_length(self, micro_steps: int, programs: int) -> int:
+        """Micro-steps of a segment, a multiple of the chunk. Sizes may be symbolic.
 
         Args:
-            programs: that walk all sequences side by side.
+            programs: that scan all sequences side by side.
         """
-        wanted = torch.sym_max(self.fill // torch.sym_max(programs, 1), 1)
-        chunks = ceil_div(ceil_div(rows, self.chunk_size), wanted)
+        most = torch.sym_max(self.fill // torch.sym_max(programs, 1), 1)
+        chunks = ceil_div(ceil_div(micro_steps, self.chunk_size), most)
         return torch.sym_max(chunks, self.shortest) * self.chunk_size
 
-    def is_split(self, rows: int, programs: int) -> bool:
+    def is_split(self, micro_steps: int, programs: int) -> bool:
         """There is room for the fewest segments, and a sequence is longer than one."""
-        return self.segments(1, rows, programs, None)[0] > 0
+        return self.segments(1, micro_steps, programs, None)[0] > 0
 
-    def segments(self, batch: int, rows: int, programs: int, num_documents: int | None) -> tuple[int, int]:
-        """How many there are and the rows of one, 0 and 0 where nothing ``is_split``.
+    def segments(self, batch: int, micro_steps: int, programs: int, num_documents: int | None) -> tuple[int, int]:
+        """How many there are and the micro-steps of one, 0 and 0 where nothing ``is_split``.
 
         It is arithmetic, and sizes may be symbolic.
 
         Args:
-            programs: that walk all sequences side by side.
+            programs: that scan all sequences side by side.
         """
-        length = self.segment_length(rows, programs)
+        length = self.segment_length(micro_steps, programs)
         has_room = torch.sym_min(self.fill // (self.fewest * torch.sym_max(programs, 1)), 1)
-        is_longer = torch.sym_min(torch.sym_max(rows - length, 0), 1)
+        is_longer = torch.sym_min(torch.sym_max(micro_steps - length, 0), 1)
         is_split = has_room * is_longer
-        return is_split * num_spans(batch, rows, length, num_documents), is_split * length
+        return is_split * num_spans(batch, micro_steps, length, num_documents), is_split * length
 
 
-def partition(batch: int, rows: int, offsets: Tensor | None, programs: int, rule: PartitionRule) -> Partition:
+def partition(batch: int, micro_steps: int, offsets: Tensor | None, programs: int, rule: PartitionRule) -> Partition:
     """Chunks and, where sequences leave much of the device idle, segments.
 
     Args:
-        offsets: of documents [N + 1] in rows, with batch 1; or None.
-        programs: that walk one sequence side by side.
+        offsets: of documents [N + 1] in micro-steps, with batch 1; or None.
+        programs: that scan one sequence side by side.
     """
     if offsets is None:
-        return _partition_batch(batch, rows, programs, rule)
-    sequences, size = whole_documents(offsets, rows, rule.chunk_size), rule.chunk_size
+        return _partition_batch(batch, micro_steps, programs, rule)
+    sequences, size = whole_documents(offsets, micro_steps, rule.chunk_size), rule.chunk_size
     programs *= sequences.count
     segments = None
-    if rule.is_split(rows, programs):
-        segments = packed_spans(offsets, rows, rule.segment_length(rows, programs), size)
-    return Partition(packed_spans(offsets, rows, size, size), sequences, segments)
+    if rule.is_split(micro_steps, programs):
+        segments = packed_spans(offsets, micro_steps, rule.segment_length(micro_steps, programs), size)
+    return Partition(packed_spans(offsets, micro_steps, size, size), sequences, segments)
 
 
 @lru_cache(maxsize=1024)
-def _partition_batch(batch: int, rows: int, programs: int, rule: PartitionRule) -> Partition:
+def _partition_batch(batch: int, micro_steps: int, programs: int, rule: PartitionRule) -> Partition:
     """Made once for sizes that come again; packed documents have tables of their own in each call."""
     programs *= batch
-    segments = batch_spans(batch, rows, rule.segment_length(rows, programs)) if rule.is_split(rows, programs) else None
-    return Partition(batch_spans(batch, rows, rule.chunk_size), whole_sequences(batch, rows), segments)
+    is_split, length = rule.is_split(micro_steps, programs), rule.segment_length(micro_steps, programs)
+    segments = batch_spans(batch, micro_steps, length) if is_split else None
+    return Partition(batch_spans(batch, micro_steps, rule.chunk_size), whole_sequences(batch, micro_steps), segments)
 
 
 def _inside(cu_seqlens: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:

@@ -20,17 +20,7 @@ from typing import Any, cast
 import torch
 
 from .availability import LARGEST_HEAD
-from .launch_config import (
-    ARCHS,
-    AdditiveConfig,
-    Arch,
-    Config,
-    DeltaConfig,
-    Tiles,
-    TunedConfig,
-    device_arch,
-    override,
-)
+from .launch_config import ARCHS, AdditiveConfig, Arch, Config, DeltaConfig, Tiles, TunedConfig, device_arch, override
 
 FORMAT = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

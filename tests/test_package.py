@@ -1,5 +1,6 @@
 """What is installed: the package list, the wheel, and how source files are written."""
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -67,3 +68,10 @@ def test_python_files_are_ascii() -> None:
     files = [file for folder in source_folders() for file in folder.rglob("*.py")]
     assert files
     assert [str(file.relative_to(ROOT)) for file in files if not file.read_bytes().isascii()] == []
+
+
+def test_every_file_says_in_its_first_line_what_it_holds() -> None:
+    files = [file for folder in SETUPTOOLS["package-dir"].values() for file in (ROOT / folder).glob("*.py")]
+    assert files
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in files}
+    assert [str(file.relative_to(ROOT)) for file, tree in trees.items() if not ast.get_docstring(tree)] == []

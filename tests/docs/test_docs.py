@@ -38,6 +38,7 @@ from statemix.blocks import MLPS, NORMS, CausalLM
 from statemix.mixers import MIXERS
 from statemix.recipes import Recipe, TrainingConfig, load
 from statemix.tasks import TASKS
+from statemix.transitions import TRANSITIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -130,7 +131,10 @@ def test_every_page_is_in_the_navigation_and_in_ascii() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [*MIXERS.configs(), *MLPS.configs(), *NORMS.configs(), *TASKS.configs(), CausalLM.Config, TrainingConfig, Recipe],
+    [
+        *(config for kind in (MIXERS, TRANSITIONS, MLPS, NORMS, TASKS) for config in kind.configs()),
+        *(CausalLM.Config, TrainingConfig, Recipe),
+    ],
     ids=lambda config: config.__qualname__,
 )
 def test_every_key_of_a_recipe_is_explained(config: type[BaseModel]) -> None:

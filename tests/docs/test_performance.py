@@ -85,9 +85,13 @@ def test_errors_are_the_largest_of_each_dtype(script: Any, tmp_path: Path) -> No
     assert "| bfloat16 | 2 | 18 | 0 | 3.9e-03 | 8e-03 | 3.1e-03 | 2e-02 |" in page
     assert "| float32 | 1 | 9 | 1 | inf | 1e-05 | 0.0e+00 | 1e-04 |" in page
     assert script.NOTHING in page  # no times
-    (tmp_path / "h200-verify-delta.json").write_text(json.dumps([verified(op="rwkv7", num_cases=11)]))
+    unnamed = verified(op="rwkv7", num_cases=11, versions={"torch": "2.11.0", "triton": "3.6.0"})
+    (tmp_path / "h200-verify-delta.json").write_text(json.dumps([unnamed]))
     page = script.page(tmp_path)
-    assert "RWKV-7. NVIDIA H200" in page and "| bfloat16 | 1 | 11 | 0 | 2.5e-03 |" in page
+    assert (
+        "RWKV-7. NVIDIA H200, torch 2.11.0, triton 3.6.0, 2026-12-01." in page
+        and "| bfloat16 | 1 | 11 | 0 | 2.5e-03 |" in page
+    )
     assert "| bfloat16 | 2 | 18 | 0 |" in page  # families apart
 
 

@@ -239,7 +239,7 @@ def test_thirty_lengths_compile_nothing_after_the_first_three(is_packed: bool) -
     assert all(found <= known for found in others[2:])
 
 
-# It takes 40 s a arch. What the others make of these very sources stands in the committed matrix, see below.
+# It takes 40 s an arch. What the others make of these very sources stands in the committed matrix, see below.
 @pytest.mark.parametrize("arch", [x if x == "sm_90" else pytest.param(x, marks=pytest.mark.slow) for x in ARCHS])
 def test_a_sample_of_kernels_compiles_and_fits(arch: str) -> None:
     command = [sys.executable, "-P", str(ROOT / "tools" / "compile_matrix.py"), "--sample", arch]
@@ -247,7 +247,7 @@ def test_a_sample_of_kernels_compiles_and_fits(arch: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert 10 <= len(results) <= 30  # times four archs: at most 120
+    assert 10 <= len(results) <= 40  # for one arch; `make test` compiles no more than 120 in all
     for result in results:
         print("{call}: {kernel} spills {spills} registers, {shared} bytes, {seconds} s".format(**result))
     assert [result for result in results if result["fault"]] == []

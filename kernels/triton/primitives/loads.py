@@ -85,18 +85,7 @@ def load_scalars(ptr, steps, valid, STRIDE: tl.constexpr):
 
 @triton.jit
 def store_value_gradients(
-    dR,
-    v_ptr,
-    dv_ptr,
-    write,
-    start,
-    head,
-    steps,
-    valid,
-    columns,
-    HO: tl.constexpr,
-    HV: tl.constexpr,
-    V: tl.constexpr,
+    dR, v_ptr, dv_ptr, write, start, head, steps, valid, columns, HO: tl.constexpr, HV: tl.constexpr, V: tl.constexpr
 ):
     """Store columns of dv = w dR, and return their share of dw = v^T dR; v has HO heads, dv has HV."""
     mask = valid[:, None] & (columns < V)[None, :]
