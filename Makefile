@@ -4,7 +4,7 @@
 # make test-versions  what `make test` runs, under the oldest torch and Triton that pyproject.toml takes and under the
 #                 newest tried; gigabytes the first time, since torch comes built for CUDA
 # make lint       ruff, mypy and the limits on lines of code
-# make compile-matrix   every kernel for every family of GPUs under three versions of Triton, into docs/results; no GPU
+# make compile-matrix   every kernel for every GPU arch under three versions of Triton, into docs/results; no GPU
 #                       needed, an hour or two the first time, later what has changed
 # make docs       the site of docs/, in build/docs; a broken link is an error
 # make clean      remove what was built; keeps .venv and runs

@@ -77,7 +77,7 @@ def launch(
         constants: the compile-time parameters, which come last, by name; others are left out.
     """
     names = kernel.arg_names[len(args) :]
-    values = tuple([constants[name] for name in names])
+    values = list(map(constants.__getitem__, names))
     launches = _recorded.get()
     if launches is not None:
         launched = dict(zip(names, values, strict=True))

@@ -27,7 +27,7 @@ from machine_code import early_reads, parse_sass, read, written  # noqa: E402
 
 from statemix.kernels.launch_config import ARCHS, Arch  # noqa: E402
 
-# What ptxas 12.8.93 made of a walk over chunks with blocks of 16 values, 4 warps and 1 stage for sm_90.
+# What ptxas 12.8.93 made of an inter-chunk scan with blocks of 16 values, 4 warps and 1 stage for sm_90.
 HOISTED_DESCRIPTOR = """
     LDC R1, c[0x0][0x28]
     S2R R0, SR_TID.X
@@ -222,8 +222,8 @@ def test_launches_are_written_in_their_order_and_with_the_memory_that_they_share
     assert [line[0] for line in lines] == sorted((line[0] for line in lines), key=ARCHS.index)
     found = {(line[1], line[2]) for line in lines}
     assert found == {(call, x.key) for x, call in compile_matrix.calls_by_variant(ARCHS).items()}
-    gate, walk = (line[4] for line in lines[:2])
-    assert gate[1] in walk and gate[1][0] == "torch.float32" and gate[1][1] == [2, 16, 32768]
+    gate, scan = (line[4] for line in lines[:2])
+    assert gate[1] in scan and gate[1][0] == "torch.float32" and gate[1][1] == [2, 16, 32768]
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

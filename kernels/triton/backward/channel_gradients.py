@@ -38,8 +38,9 @@ def channel_gradients(
     q, a, b, _, erase_beta, _, log_decay, *_ = operands
     assert log_decay is not None
     heads, blocks, micro_steps = operands.num_heads, ceil_div(q.shape[-1], tiles.block), u.shape[0] * u.shape[1]
+    constants = sizes(operands, chunks) | {"BLOCK_K": tiles.block, "BLOCK_V": tiles.block}
     scores = score_gradients(
-        operands, grad, u, dR, None, chunks, scale=scale, tiles=score_tiles, max_registers=score_registers
+        operands, grad, u, dR, None, chunks, constants, scale=scale, tiles=score_tiles, max_registers=score_registers
     )
     dgate = chunks.array_like(log_decay, dtype=torch.float32)
     grads = HeadGradients.unwritten(operands, scores, dgate, chunks, blocks)
@@ -47,7 +48,6 @@ def channel_gradients(
     inputs = (q, a, b, u, grad, dR, erase_beta, log_decay, scores.dA_qk, scores.diagonal, scores.dA_kk)
     outputs = (grads.q, grads.a, grads.b, grads.erase_beta, dgate, steep)
     args = (*inputs, states, grad_states, *outputs, *chunks.place(scale), micro_steps)
-    constants = sizes(operands, chunks) | {"BLOCK_K": tiles.block, "BLOCK_V": tiles.block}
     grid = (chunks.count * heads * blocks,)
     launch(channel_gradients_kernel, grid, args, constants, num_warps=tiles.num_warps, num_stages=1)
     add_steep_gradients(

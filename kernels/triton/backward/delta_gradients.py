@@ -263,8 +263,9 @@ def delta_gradients(
     (batch, length, heads, value_dim), tokens = u.shape, q.shape[0] * q.shape[1]
     blocks = ceil_div(q.shape[-1], tiles.block)
     d_gate = chunks.array_like(q, blocks + 1, tokens, heads, dtype=torch.float32) if needs_gate else None
+    constants = sizes(operands, chunks)
     scores = score_gradients(
-        *(operands, grad, u, dR, gate, chunks),
+        *(operands, grad, u, dR, gate, chunks, constants),
         scale=scale,
         tiles=score_tiles,
         max_registers=score_registers,
@@ -279,7 +280,7 @@ def delta_gradients(
         _delta_gradients_kernel,
         (chunks.count * heads * blocks,),
         (*inputs, *outputs, *chunks.place(scale), batch * length),
-        sizes(operands, chunks) | {"BLOCK_K": tiles.block, "BLOCK_V": block_v},
+        {**constants, "BLOCK_K": tiles.block, "BLOCK_V": block_v},
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -17,7 +17,7 @@ Shapes: B T HO HV K V, n micro-steps a token, C chunk.
 Oracle: autograd through ``chunk.py``.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,7 +36,6 @@ from statemix.kernels.triton.primitives.loads import (
     locate_chunk,
     store_value_gradients,
 )
-from statemix.kernels.triton.primitives.sizes import sizes
 
 
 @triton.jit(do_not_specialize=["T", "chunks_per_seq", "micro_steps"])
@@ -195,6 +194,7 @@ def score_gradients(
     dR: Tensor | None,
     gate: Tensor | None,
     chunks: Spans,
+    constants: dict[str, Any],
     *,
     scale: float,
     tiles: Tiles,
@@ -205,6 +205,7 @@ def score_gradients(
 
     Args:
         u, dR: U and dR; v and None without erase pairs.
+        constants: the ``sizes`` of the operands.
         tiles: of the products.
         max_registers: unless a gate gets its gradient, which would spill.
         dgate: [B T, HV] float32 to fill with what the scores give to a scalar gate, or None.
@@ -226,7 +227,7 @@ def score_gradients(
         _score_gradients_kernel,
         (chunks.count * heads,),
         (*inputs, *outputs, *chunks.place(scale), micro_steps),
-        sizes(operands, chunks) | {"BLOCK": tiles.fitted_to(width), "READS_BEFORE": has_inner_decay},
+        {**constants, "BLOCK": tiles.fitted_to(width), "READS_BEFORE": has_inner_decay},
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         max_registers=max_registers if dgate is None else None,

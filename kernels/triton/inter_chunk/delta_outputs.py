@@ -92,7 +92,7 @@ def _delta_outputs_kernel(
             head_erase_beta_ptr += head
         if write_ptr is not None:
             head_write_ptr += head
-        from_start, erase_from_start, _ = load_from_start(
+        from_start, erase_decay, _ = load_from_start(
             gate_ptr, head_erase_beta_ptr, start, head, steps, valid, count, micro_steps, HV, DECAY, READS_BEFORE
         )
         place = erase_ptr + (start * HA + head // (HV // HA)) * K
@@ -100,7 +100,7 @@ def _delta_outputs_kernel(
         R = residuals(
             erase,
             state,
-            erase_from_start,
+            erase_decay,
             value_ptr,
             head_write_ptr,
             start,

@@ -51,30 +51,26 @@ def load_from_start(
     READS_BEFORE: tl.constexpr,
 ):
     """from_start, beta from_start of a, and the chunk's decay: all 1 where a diagonal decay has been applied."""
-    total, from_start, erase_from_start = (
-        1.0,
-        tl.full(steps.shape, 1.0, tl.float32),
-        tl.full(steps.shape, 1.0, tl.float32),
-    )
+    total, from_start, erase_decay = 1.0, tl.full(steps.shape, 1.0, tl.float32), tl.full(steps.shape, 1.0, tl.float32)
     if DECAY == SCALAR:
         high_ptr = gate_ptr + head * micro_steps + first
         from_start = tl.exp2(tl.load(high_ptr + tl.minimum(steps, count - 1)))
         total = tl.exp2(tl.load(high_ptr + count - 1))
-        erase_from_start = from_start
+        erase_decay = from_start
         if READS_BEFORE:
             before, _ = load_gate_before(gate_ptr, first, head, steps, count, micro_steps, HV)
-            erase_from_start = tl.exp2(before)
+            erase_decay = tl.exp2(before)
     if DECAY != DIAGONAL:
         if erase_beta_ptr is not None:
-            erase_from_start *= load_scalars(erase_beta_ptr + first * HV, steps, valid, HV)
-    return from_start, erase_from_start, total
+            erase_decay *= load_scalars(erase_beta_ptr + first * HV, steps, valid, HV)
+    return from_start, erase_decay, total
 
 
 @triton.jit
 def residuals(
     erase,
     state,
-    erase_from_start,
+    erase_decay,
     value_ptr,
     write_ptr,
     first,
@@ -91,7 +87,7 @@ def residuals(
     """R = w v - (beta a from_start) S^T of the micro-steps ``first + steps``."""
     read = tl.dot(erase, state, input_precision=PRECISION)
     if DECAY != DIAGONAL:
-        read *= erase_from_start[:, None]
+        read *= erase_decay[:, None]
     value = load_tile(value_ptr + first * HO * V, steps, has_value, columns, HO * V, V, BLOCK_V).to(tl.float32)
     if write_ptr is not None:
         value *= load_scalars(write_ptr + first * HV, steps, has_value, HV)[:, None]
@@ -203,7 +199,7 @@ def delta_scan_kernel(
         chunk_head = (first_chunk + chunk) * HV + head
         erase = load_tile(erase_ptr + first * HA * K, steps, valid, k_columns, HA * K, K, BLOCK_K)
         key = load_tile(key_ptr + first * HV * K, steps, valid, k_columns, HV * K, K, BLOCK_K)
-        from_start, erase_from_start, total = load_from_start(
+        from_start, erase_decay, total = load_from_start(
             gate_ptr, erase_beta_ptr, first, head, steps, valid, count, micro_steps, HV, DECAY, READS_BEFORE
         )
         if DECAY == DIAGONAL:
@@ -231,7 +227,7 @@ def delta_scan_kernel(
             state *= total
             if DECAY != DIAGONAL:
                 value = (value * from_start[:, None]).to(dtype)
-                R *= erase_from_start[:, None]
+                R *= erase_decay[:, None]
             state = tl.dot(tl.trans(query), value, state, input_precision=PRECISION)
             R = 0.0 - R
             high = R.to(dtype)
@@ -246,7 +242,7 @@ def delta_scan_kernel(
             R = residuals(
                 erase,
                 state.to(dtype),
-                erase_from_start,
+                erase_decay,
                 value_ptr,
                 write_ptr,
                 first,

@@ -1,6 +1,6 @@
 """The UT transform of every chunk: what is launched. Equations stand with ``ut_transform_kernels``."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,20 +43,21 @@ def ut_transform(
         tiles, max_registers: of the products.
     """
     q, heads = operands.q, operands.num_heads
-    L_inv = _triangular_inverse(operands, channels, gate, chunks)
+    constants = sizes(operands, chunks)
+    L_inv = _triangular_inverse(operands, channels, gate, chunks, constants)
     transform = UTTransform(
         q.new_empty(L_inv.shape),
         q.new_empty(*operands.b.shape[:2], heads, q.shape[-1]),
         q.new_empty(L_inv.shape) if needs_L_inv else None,
     )
     b = operands.b if channels is None else channels.b_to_end
+    block_k = tiles.fitted_to(q.shape[-1])
     inputs = (q, b, gate, None) if channels is None else (None, b, None, channels.A_qk)
     launch(
         ut_transform_kernel,
         (chunks.count * heads,),
         (*inputs, L_inv, *transform, *chunks.place(scale), b.shape[0] * b.shape[1]),
-        sizes(operands, chunks)
-        | {"HB": b.shape[2], "BLOCK_K": tiles.fitted_to(q.shape[-1]), "READS_BEFORE": _has_inner_decay(operands)},
+        {**constants, "HB": b.shape[2], "BLOCK_K": block_k, "READS_BEFORE": _has_inner_decay(operands)},
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         max_registers=max_registers,
@@ -65,7 +66,11 @@ def ut_transform(
 
 
 def _triangular_inverse(
-    operands: ScanOperands, channels: ChannelScores | None, gate: Tensor | None, chunks: Spans
+    operands: ScanOperands,
+    channels: ChannelScores | None,
+    gate: Tensor | None,
+    chunks: Spans,
+    constants: dict[str, Any],
 ) -> Tensor:
     """L^-1 of every chunk, [chunks, HV, C, C] float32, without a scalar decay that can wait."""
     b, size, arch = operands.b, chunks.length, device_arch(operands.q.device)
@@ -85,11 +90,18 @@ def _triangular_inverse(
             exact = "float16x3"
     # one warp holds whole vectors of a usual head; float32 ones are twice as wide
     block_k = whole_block(min(b.shape[-1], 32 if is_wide else 128))
-    constants = {"HA": a.shape[2], "HB": b.shape[2], "BLOCK_K": block_k, "DECAY": decay.value}
-    constants = sizes(operands, chunks) | constants | {"PRECISION": precision, "EXACT": exact}
+    heads = {"HA": a.shape[2], "HB": b.shape[2]}
+    settings = {"BLOCK_K": block_k, "DECAY": decay.value, "PRECISION": precision, "EXACT": exact}
     place = (chunks.table, chunks.seq_len, chunks.per_sequence, b.shape[0] * b.shape[1])
     grid = (chunks.count * operands.num_heads,)
-    launch(triangular_inverse_kernel, grid, (*inputs, L_inv, *place), constants, num_warps=1, num_stages=1)
+    launch(
+        triangular_inverse_kernel,
+        grid,
+        (*inputs, L_inv, *place),
+        {**constants, **heads, **settings},
+        num_warps=1,
+        num_stages=1,
+    )
     return L_inv
 
 

@@ -9,15 +9,16 @@ from statemix.kernels.spans import Spans, power_of_2_from
 
 def sizes(operands: ScanOperands, chunks: Spans) -> dict[str, Any]:
     """By the names of parameters; ``launch`` passes a kernel those that it has."""
-    q, a, b, v, *_ = operands
+    q, a, b, v = operands[:4]
+    (_, _, query_heads, key_dim), key_heads, (_, _, value_heads, value_dim) = q.shape, b.shape[2], v.shape
     return {
-        "HQ": q.shape[2],
-        "HA": (b if a is None else a).shape[2],
-        "HB": b.shape[2],
-        "HO": v.shape[2],
-        "HV": operands.num_heads,
-        "K": q.shape[-1],
-        "V": v.shape[-1],
+        "HQ": query_heads,
+        "HA": key_heads if a is None else a.shape[2],
+        "HB": key_heads,
+        "HO": value_heads,
+        "HV": value_heads * operands.blocks,
+        "K": key_dim,
+        "V": value_dim,
         "CHUNK": chunks.length,
         "SUB_STEPS": operands.num_steps,
         "DECAY": operands.decay.value,
