@@ -158,7 +158,7 @@ class Saved(NamedTuple):
         states: at the start of every chunk, [chunks, HV, K, V].
         u: pseudo-values, [B, R, HV, V].
         maps: P of every segment, [segments, HV, K, K].
-        scores: products of micro-steps of one chunk, [chunks, HV, C, C].
+        scores: A_qk L^-1, or A_qk without erase pairs, [chunks, HV, C, C].
         query, erase, key: q, a and b with their decay, or with the UT transform of the chunk, [B, R, HV, K].
         gate: the summed decay, as the inter-chunk scan takes it.
         segment_length: micro-steps of a segment, 0 where sequences stay whole.

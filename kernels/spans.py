@@ -1,7 +1,7 @@
 """Runs of tokens that one program works on: chunks, segments, whole sequences; packed documents included.
 
 For packed documents the places are a table on the device. Lengths are never read on the host, so a GPU does not wait,
-and the number of rows is a bound that depends on sizes alone: rows that are not needed are empty.
+and the number of its rows is a bound that depends on sizes alone: those that are not needed are empty.
 
 Shapes: B batch, T time, N documents, C chunk_size.
 """

@@ -42,7 +42,7 @@ class _Plan(NamedTuple):
     partition: Partition
 
 
-class _Products(NamedTuple):
+class _Transform(NamedTuple):
     """What the scans read besides values, from the UT transform; ``gate``, ``scores``, ``key`` as in ``delta_scan``."""
 
     query: Tensor
@@ -64,18 +64,18 @@ def forward(operands: ScanOperands, *, scale: float, save: bool) -> tuple[Tensor
     """
     operands = operands.contiguous()
     plan = _plan(operands)
-    products, L_inv = _products(operands, plan, scale=scale, needs_L_inv=save)
+    transform, L_inv = _transform(operands, plan, scale=scale, needs_L_inv=save)
     output = operands.empty_output()
     if operands.cu_seqlens is not None:
         output.zero_()  # tokens of no document are left out
     maps = _empty_maps(operands, plan)
     if not save:
-        return output, _scan_forward(operands, products, plan, maps, scale=scale, output=output), None
+        return output, _scan_forward(operands, transform, plan, maps, scale=scale, output=output), None
     states, u = _chunk_states(operands, plan), _empty_values(operands)
     final = _scan_forward(
-        operands, products, plan, maps, scale=scale, output=output, states=states, pseudo_values=(L_inv, u)
+        operands, transform, plan, maps, scale=scale, output=output, states=states, pseudo_values=(L_inv, u)
     )
-    return output, final, _saved(operands, plan, products, states, u, maps)
+    return output, final, _saved(operands, plan, transform, states, u, maps)
 
 
 def backward(
@@ -92,16 +92,16 @@ def backward(
     grad_final = None if grad_final is None else grad_final.contiguous()
     plan = _plan(operands)
     if saved is not None:
-        states, u, maps, products = _products_of(saved, operands, plan)
+        states, u, maps, transform = _saved_transform(saved, operands, plan)
     else:
         states, maps = _chunk_states(operands, plan), _empty_maps(operands, plan)
         u = _empty_values(operands)
-        products, L_inv = _products(operands, plan, scale=scale, needs_L_inv=True)
-        _scan_forward(operands, products, plan, maps, scale=scale, states=states, pseudo_values=(L_inv, u))
+        transform, L_inv = _transform(operands, plan, scale=scale, needs_L_inv=True)
+        _scan_forward(operands, transform, plan, maps, scale=scale, states=states, pseudo_values=(L_inv, u))
     grad_states = torch.empty_like(states)
     dR = plan.partition.chunks.array_like(u)
     d_initial = _scan_reverse(
-        operands, products, plan, maps, grad_output, grad_final, scale=scale, output=dR, states=grad_states
+        operands, transform, plan, maps, grad_output, grad_final, scale=scale, output=dR, states=grad_states
     )
     tensors = (operands, grad_output, u, dR)
     config, at_borders = plan.config, (states, grad_states, plan.partition.chunks)
@@ -115,23 +115,23 @@ def backward(
         )
     else:
         grads = delta_gradients(
-            *(*tensors, products.gate, *at_borders),
+            *(*tensors, transform.gate, *at_borders),
             scale=scale,
             tiles=config.gradients,
             score_tiles=config.intra_chunk,
             score_registers=config.max_registers,
-            needs_gate=needs_decay_grad and products.gate is not None,
+            needs_gate=needs_decay_grad and transform.gate is not None,
         )
     return _gradients(grads if needs_decay_grad else grads._replace(gate=None), operands, d_initial)
 
 
 def _plan(operands: ScanOperands) -> _Plan:
-    (batch, rows, _, value_dim), heads = operands.v.shape, operands.num_heads
+    (batch, length, _, value_dim), heads = operands.v.shape, operands.num_heads
     q = operands.q
     config = delta_config(device_arch(q.device), q.shape[-1], value_dim, q.dtype)
     parts = partition(
         batch,
-        rows,
+        length,
         None if operands.cu_seqlens is None else operands.cu_seqlens * operands.num_steps,
         heads * ceil_div(value_dim, config.scan.block),
         config.partition_rule,
@@ -152,8 +152,8 @@ def _chunk_states(operands: ScanOperands, plan: _Plan) -> Tensor:
 
 def _empty_values(operands: ScanOperands) -> Tensor:
     """[B, T n, HV, V], unwritten."""
-    batch, rows, _, value_dim = operands.v.shape
-    return operands.v.new_empty(batch, rows, operands.num_heads, value_dim)
+    batch, length, _, value_dim = operands.v.shape
+    return operands.v.new_empty(batch, length, operands.num_heads, value_dim)
 
 
 def _empty_maps(operands: ScanOperands, plan: _Plan) -> Tensor:
@@ -162,9 +162,9 @@ def _empty_maps(operands: ScanOperands, plan: _Plan) -> Tensor:
     return operands.q.new_empty(_segments(plan)[0], heads, key_dim, key_dim, dtype=torch.float32)
 
 
-def _products(
+def _transform(
     operands: ScanOperands, plan: _Plan, *, scale: float, needs_L_inv: bool
-) -> tuple[_Products, Tensor | None]:
+) -> tuple[_Transform, Tensor | None]:
     """What the scans read, and L^-1 where it is asked for."""
     query, erase, gate, channels = operands.q, _erase_directions(operands), None, None
     if operands.decay is Decay.DIAGONAL:
@@ -173,25 +173,27 @@ def _products(
         query, erase, gate = channels.q_from_start, channels.a_from_start, channels.total
     elif operands.log_decay is not None:
         gate = cumulative_gate(operands.log_decay, plan.partition.chunks, num_steps=operands.num_steps)
-    transform = ut_transform(
+    ut = ut_transform(
         *(operands, channels, None if channels is not None else gate, plan.partition.chunks),
         scale=scale,
         tiles=plan.config.intra_chunk,
         max_registers=plan.config.max_registers,
         needs_L_inv=needs_L_inv,
     )
-    return _Products(query, erase, gate, transform.scores, transform.key), transform.L_inv
+    return _Transform(query, erase, gate, ut.scores, ut.key), ut.L_inv
 
 
-def _saved(operands: ScanOperands, plan: _Plan, products: _Products, states: Tensor, u: Tensor, maps: Tensor) -> Saved:
-    """Of ``products`` what is not an operand."""
-    decayed = {"query": products.query, "erase": products.erase} if operands.decay is Decay.DIAGONAL else {}
-    shared = {"scores": products.scores, "key": products.key, "gate": products.gate}
+def _saved(
+    operands: ScanOperands, plan: _Plan, transform: _Transform, states: Tensor, u: Tensor, maps: Tensor
+) -> Saved:
+    """Of ``transform`` what is not an operand."""
+    decayed = {"query": transform.query, "erase": transform.erase} if operands.decay is Decay.DIAGONAL else {}
+    shared = {"scores": transform.scores, "key": transform.key, "gate": transform.gate}
     return Saved(states, u, maps, segment_length=_segments(plan)[1], **decayed, **shared)
 
 
-def _products_of(saved: Saved, operands: ScanOperands, plan: _Plan) -> tuple[Tensor, Tensor, Tensor, _Products]:
-    """States, pseudo-values, maps and products that a forward pass saved for this plan."""
+def _saved_transform(saved: Saved, operands: ScanOperands, plan: _Plan) -> tuple[Tensor, Tensor, Tensor, _Transform]:
+    """States, pseudo-values, maps and UT transform that a forward pass saved for this plan."""
     states, u, maps, scores, query, erase, key, gate, length = saved
     assert u is not None and maps is not None and scores is not None and key is not None
     check_same_tiles(
@@ -200,19 +202,19 @@ def _products_of(saved: Saved, operands: ScanOperands, plan: _Plan) -> tuple[Ten
     )
     query = operands.q if query is None else query
     erase = _erase_directions(operands) if erase is None else erase
-    return states, u, maps, _Products(query, erase, gate, scores, key)
+    return states, u, maps, _Transform(query, erase, gate, scores, key)
 
 
 def _erase_directions(operands: ScanOperands) -> Tensor:
     return operands.b if operands.a is None else operands.a
 
 
-def _scan_inputs(operands: ScanOperands, products: _Products, scale: float) -> DeltaScanInputs:
+def _scan_inputs(operands: ScanOperands, transform: _Transform, scale: float) -> DeltaScanInputs:
     is_diagonal = operands.decay is Decay.DIAGONAL
     return DeltaScanInputs(
-        *(products.query, products.erase, products.key, operands.v, products.scores),
+        *(transform.query, transform.erase, transform.key, operands.v, transform.scores),
         None if is_diagonal else operands.erase_beta,
-        *(operands.write, products.gate, operands.initial_state),
+        *(operands.write, transform.gate, operands.initial_state),
         operands.decay.value,
         operands.reads_before_decay,
         operands.num_steps,
@@ -222,7 +224,7 @@ def _scan_inputs(operands: ScanOperands, products: _Products, scale: float) -> D
 
 def _scan_forward(
     operands: ScanOperands,
-    products: _Products,
+    transform: _Transform,
     plan: _Plan,
     maps: Tensor,
     *,
@@ -233,7 +235,7 @@ def _scan_forward(
 ) -> Tensor:
     """Scan every sequence, in segments where the plan says so, filling ``maps``; returns the final state."""
     config, chunks, final = plan.config, plan.partition.chunks, operands.empty_state()
-    inputs, spans, end = _joined(_scan_inputs(operands, products, scale), plan, final, maps, config.summary)
+    inputs, spans, end = _joined(_scan_inputs(operands, transform, scale), plan, final, maps, config.summary)
     if operands.blocks > 1:
         states = _chunk_states(operands, plan) if states is None else states
         inter_chunk_scan(inputs, spans, tiles=config.summary, states=states, final=end)
@@ -246,7 +248,7 @@ def _scan_forward(
 
 def _scan_reverse(
     operands: ScanOperands,
-    products: _Products,
+    transform: _Transform,
     plan: _Plan,
     maps: Tensor,
     grad_output: Tensor,
@@ -257,7 +259,7 @@ def _scan_reverse(
     states: Tensor,
 ) -> Tensor:
     """dR and dS at the end of every chunk; returns the gradient of the initial state."""
-    inputs = _scan_inputs(operands, products, scale)._replace(value=grad_output, write=None, initial=grad_final)
+    inputs = _scan_inputs(operands, transform, scale)._replace(value=grad_output, write=None, initial=grad_final)
     tiles, d_initial = plan.config.reverse, operands.empty_state()
     inputs, spans, end = _joined(inputs, plan, d_initial, maps, tiles, reverse=True)
     inter_chunk_scan(inputs, spans, tiles=tiles, output=output, states=states, final=end, reverse=True)
