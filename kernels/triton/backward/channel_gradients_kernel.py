@@ -29,7 +29,7 @@ Oracle: autograd through ``chunk.py``. Source: arXiv:2312.06635 section 4.3, arX
 import triton
 import triton.language as tl
 
-from statemix.kernels.triton.primitives.channel_factors import cumulative_gates, first_steep
+from statemix.kernels.triton.primitives.channel_factors import cumulative_gates, first_below, first_steep
 from statemix.kernels.triton.primitives.loads import load_scalars, load_sub_step, load_tile, locate_chunk, low_part
 
 GATE_LIMIT = tl.constexpr(10.0)  # base 2
@@ -122,9 +122,7 @@ def channel_gradients_kernel(
     gates, gate = cumulative_gates(
         log_decay_ptr, start, steps, valid, columns, HV * K, K, BLOCK_K, SUB_STEPS, PRECISION
     )
-    steep = first_steep(gates, CHUNK, dtype)
-    is_steep = tl.min(tl.where(gate == gate, gate, -float("inf")), axis=1) < -GATE_LIMIT
-    steep = tl.minimum(steep, tl.min(tl.where(is_steep, steps, CHUNK), axis=0))
+    steep = tl.minimum(first_steep(gates, CHUNK, dtype), first_below(gate, -GATE_LIMIT, CHUNK))
     tl.store(steep_ptr + block * (tl.num_programs(0) // BLOCKS_K) + chunk * HV + head, steep)
     is_moderate = (steps < steep)[:, None]
     mask_dA = (steps[:, None] < CHUNK) & (steps < steep)[None, :]  # of scores [key, query]

@@ -43,11 +43,17 @@ FLOAT16_LIMIT = tl.constexpr(4.0)
 
 
 @triton.jit
+def first_below(x, limit: tl.constexpr, CHUNK: tl.constexpr):
+    """The first row of x [C, BLOCK_K] with a number below ``limit``, C for none; a NaN is below it."""
+    # over both axes at once: one after the other would stop the compiler for Blackwell
+    return tl.min(tl.where(x >= limit, CHUNK, tl.arange(0, CHUNK)[:, None]))
+
+
+@triton.jit
 def first_steep(gates, CHUNK: tl.constexpr, dtype: tl.constexpr):
-    """The first steep micro-step of cumulative gates [C, BLOCK_K], C for none; a NaN is steep."""
+    """The first steep micro-step of cumulative gates [C, BLOCK_K], C for none."""
     limit: tl.constexpr = FLOAT16_LIMIT if dtype == tl.float16 else LIMIT
-    is_steep = tl.min(tl.where(gates == gates, gates, -float("inf")), axis=1) < -limit
-    return tl.min(tl.where(is_steep, tl.arange(0, CHUNK), CHUNK), axis=0)
+    return first_below(gates, -limit, CHUNK)
 
 
 @triton.jit
