@@ -78,8 +78,8 @@ def _add_generate(commands: Commands) -> None:
     )
     command.add_argument("folder", metavar="DIR", type=Path, help="run folder")
     command.add_argument("--prompt", type=_some_text, required=True, metavar="TEXT", help="the text to continue")
-    command.add_argument("--tokens", type=_whole_from(1), default=240, metavar="N", help="bytes to add (default: 240)")
-    temperature_help = "0 takes the likeliest byte each time (default: 0.7)"
+    command.add_argument("--tokens", type=_whole_from(1), default=240, metavar="N", help="tokens to add (default: 240)")
+    temperature_help = "0 takes the likeliest token each time (default: 0.7)"
     command.add_argument("--temperature", type=_temperature, default=0.7, metavar="T", help=temperature_help)
     command.add_argument("--top-k", type=_whole_from(1), metavar="K", help="take one of the K likeliest (default: all)")
     command.add_argument("--seed", type=_whole_from(0), default=0, metavar="S", help="of the sampling (default: 0)")

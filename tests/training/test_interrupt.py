@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,10 @@ from statemix.training.run_plan import plan_run
 MakeRecipe = Callable[..., Recipe]
 
 PROGRAM = """
+import signal
 import sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with it ignored
 from statemix.recipes import load
 from statemix.training import Interrupted, train
 try:
@@ -49,6 +52,15 @@ def test_a_signal_stops_after_a_step_and_the_run_goes_on_from_there(make_recipe:
     assert train(recipe, run, resume=True, stop_after=start + 1, progress=False, device="cpu").steps == start + 1
 
 
+@pytest.fixture
+def listens_to_ctrl_c() -> Iterator[None]:
+    """A job in the background is started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listens_to_ctrl_c")
 def test_the_first_signal_is_a_flag_and_the_second_an_interrupt() -> None:
     with deferred_interrupt() as interrupt:
         assert not interrupt.requested
