@@ -26,13 +26,13 @@ from statemix.kernels.launch_config import (
     Tiles,
     TunedConfig,
     additive_config,
-    candidates,
     delta_config,
     device_arch,
     override,
 )
 
 from .against_float64 import Case, check_case
+from .candidates import candidates
 from .measured_on import gpu_name
 from .ops import OPS, Sizes, find_ops
 from .timed_scan import TimedScan

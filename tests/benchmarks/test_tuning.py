@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from statemix.benchmarks import tuning
+from statemix.benchmarks.candidates import candidates
 from statemix.benchmarks.ops import OPS, Sizes, find_ops
 from statemix.benchmarks.tuning import Both, Outcome, Trial, join_best, matters, tune
 from statemix.benchmarks.worker_pool import Done
@@ -17,7 +18,6 @@ from statemix.kernels.launch_config import (
     Tiles,
     TunedConfig,
     additive_config,
-    candidates,
     delta_config,
 )
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from statemix.benchmarks.candidates import candidates
 from statemix.benchmarks.tune_command import save_tuning
 from statemix.kernels import tuned, tuning_file
 from statemix.kernels.launch_config import (
@@ -20,7 +21,6 @@ from statemix.kernels.launch_config import (
     Tiles,
     TunedConfig,
     additive_config,
-    candidates,
     delta_config,
     override,
 )
