@@ -43,12 +43,22 @@ class Backend:
     def scan(self, operands: ScanOperands, *, scale: float) -> tuple[Tensor, Tensor]:
         """Output and final state, with gradients to every tensor."""
         if self.backward is None:
-            output, final_state = self.forward(operands, scale=scale)[:2]
+            output, final_state = self.run(operands, scale=scale)[:2]
         else:
             output, final_state = _Scan.apply(self, scale, *operands)  # type: ignore[no-untyped-call]
         _expect("output", output, operands.empty_output())
         _expect("final_state", final_state, operands.empty_state())
         return output, final_state
+
+    def run(self, operands: ScanOperands, *, scale: float) -> tuple[Any, ...]:
+        """What ``forward`` returns, output and final state first."""
+        made = self.forward(operands, scale=scale)
+        if not isinstance(made, tuple) or not all(isinstance(x, Tensor) for x in made[:2]) or len(made) < 2:
+            raise TypeError(
+                f"forward: expected a tuple of output and final state of backend {self.name!r}, "
+                f"got {type(made).__name__}; return both tensors"
+            )
+        return made
 
 
 _BACKENDS: dict[str, Backend] = {}
@@ -70,7 +80,11 @@ def register_backend(
 
     Raises:
         ValueError: the name is taken.
+        TypeError: what should be a function is none.
     """
+    for key, given in {"obstacle": obstacle, "forward": forward, "backward": backward}.items():
+        if not callable(given) and (key != "backward" or given is not None):
+            raise TypeError(f"{key}: expected a function, got {type(given).__name__}; see register_backend")
     taken = (*BUILT_IN, *_BACKENDS)
     if name in taken:
         raise ValueError(f"name: expected one that is not taken, got {name!r}; taken are {', '.join(taken)}")
@@ -96,7 +110,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, backend: Backend, scale: float, *given: Any) -> tuple[Tensor, Tensor]:
         operands = ScanOperands(*given)
-        output, final_state, *saved = backend.forward(operands, scale=scale)
+        output, final_state, *saved = backend.run(operands, scale=scale)
         ctx.backend, ctx.scale, ctx.values = backend, scale, given[NUM_GRADIENTS + 1 :]
         ctx.save_for_backward(*given[: NUM_GRADIENTS + 1], *(saved[0] if saved else ()))
         return output, final_state

@@ -132,3 +132,20 @@ def test_a_second_derivative_through_a_backward_pass_is_refused() -> None:
     output = scan(**given | {"q": given["q"].requires_grad_()}, backend="mine_both_ways").output
     with pytest.raises(NotImplementedError, match="backend 'mine_both_ways' has no second derivative"):
         torch.autograd.grad(output.sum(), given["q"], create_graph=True)
+
+
+def test_what_is_no_function_is_refused_by_name() -> None:
+    given: dict[str, Any] = {"obstacle": obstacle, "forward": forward, "backward": backward}
+    for name in given:
+        with pytest.raises(TypeError, match=f"{name}: expected a function, got int"):
+            register_backend("crooked", **given | {name: 3})
+
+
+@pytest.mark.parametrize("made", [None, (torch.zeros(1),), (1, 2, 3)])
+def test_results_that_are_not_two_tensors_are_refused_with_the_name_of_the_backend(made: Any) -> None:
+    register_backend("crooked", lambda operands: None, lambda operands, *, scale: made)
+    try:
+        with pytest.raises(TypeError, match="forward: expected a tuple of output and final state of backend 'crooked'"):
+            scan(**arguments(Identity()), backend="crooked")
+    finally:
+        unregister_backend("crooked")
