@@ -40,6 +40,15 @@ class Backend:
     forward: Forward
     backward: Backward | None = None
 
+    def reason(self, operands: ScanOperands) -> str | None:
+        """What ``obstacle`` says."""
+        found = self.obstacle(operands)
+        if found is not None and not isinstance(found, str):
+            raise TypeError(
+                f"obstacle: expected a reason in words or None of backend {self.name!r}, got {type(found).__name__}"
+            )
+        return found
+
     def scan(self, operands: ScanOperands, *, scale: float) -> tuple[Tensor, Tensor]:
         """Output and final state, with gradients to every tensor."""
         if self.backward is None:
@@ -85,6 +94,8 @@ def register_backend(
     for key, given in {"obstacle": obstacle, "forward": forward, "backward": backward}.items():
         if not callable(given) and (key != "backward" or given is not None):
             raise TypeError(f"{key}: expected a function, got {type(given).__name__}; see register_backend")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name: expected a word, got {name!r}; give the backend a name")
     taken = (*BUILT_IN, *_BACKENDS)
     if name in taken:
         raise ValueError(f"name: expected one that is not taken, got {name!r}; taken are {', '.join(taken)}")

@@ -12,6 +12,7 @@ registry takes every registered Config:
             type: Literal["mine"] = "mine"
 """
 
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -71,7 +72,8 @@ class Registry(Generic[Part]):
     def register(self, cls: AnyClass) -> AnyClass:
         """Class decorator: let recipes name this class by the default of its ``Config.type``.
 
-        A class of the same module takes over, such as that of a notebook cell or a changed file run again.
+        A class of the same module takes over, such as that of a notebook cell or a changed file run again; two classes
+        of one file may not have one name.
 
         Raises:
             ValueError: there is no such Config, a method is missing, or the name is taken.
@@ -84,7 +86,7 @@ class Registry(Generic[Part]):
                     f"{cls.__name__}: expected a method {method} as every {self.kind} has, got none; add it"
                 )
         taken = self._classes.get(name)
-        if name in self._aliases or (taken is not None and taken.__module__ != cls.__module__):
+        if name in self._aliases or (taken is not None and not _takes_over(cls, taken)):
             owner = f"{taken.__name__} of {taken.__module__}" if taken is not None else "an alias of the package"
             raise ValueError(f"{cls.__name__}: expected a new name, got {name!r}, that of {owner}; rename it")
         self._classes[name] = cls
@@ -143,6 +145,15 @@ class Registry(Generic[Part]):
             self._written, return_schema=core_schema.any_schema()
         )
         return core_schema.no_info_before_validator_function(self.validated, handler(source), serialization=written)
+
+
+def _takes_over(cls: type, taken: type) -> bool:
+    """``cls`` is ``taken`` defined again, and not another class beside it."""
+    if cls.__module__ != taken.__module__:
+        return False
+    module = sys.modules.get(cls.__module__)
+    is_beside = getattr(module, taken.__name__, None) is taken and cls.__qualname__ != taken.__qualname__
+    return not is_beside or cls.__module__ == "__main__"
 
 
 def _name_of(cls: type[Any]) -> str:

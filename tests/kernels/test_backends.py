@@ -108,8 +108,19 @@ def test_a_name_that_is_taken_and_one_that_is_unknown_are_refused_with_the_known
     for name in ("auto", "torch", "triton", "mine"):
         with pytest.raises(ValueError, match=f"name: expected one that is not taken, got '{name}'; taken are auto, "):
             register_backend(name, obstacle, forward)
+    with pytest.raises(ValueError, match="name: expected a word, got ''"):
+        register_backend("", obstacle, forward)
     with pytest.raises(ValueError, match="'triton', 'mine' or 'mine_both_ways', got 'yours'; register_backend adds"):
         scan(**arguments(Identity()), backend="yours")
+
+
+def test_a_reason_that_is_no_text_is_refused_by_the_name_of_the_backend() -> None:
+    register_backend("says_true", lambda operands: True, forward)  # type: ignore[arg-type,return-value]
+    try:
+        with pytest.raises(TypeError, match="obstacle: expected a reason in words or None of backend 'says_true', got"):
+            scan(**arguments(Identity()), backend="says_true")
+    finally:
+        unregister_backend("says_true")
 
 
 @pytest.mark.parametrize(("wrong", "message"), [(0, "output: expected"), (1, "final_state: expected")])

@@ -41,6 +41,35 @@ def test_loading_again_or_loading_a_copy_gives_the_same_classes(write: Write) ->
     assert transitions_of(load_file(write(GATE, "copy/toy.py"))) == first
 
 
+NORMS = """\
+from typing import Literal
+from statemix.blocks import NORMS
+from statemix.plugins import PartConfig
+from torch import nn
+"""
+
+NORM = """
+
+@NORMS.register
+class {name}(nn.Module):
+    class Config(PartConfig):
+        type: Literal["quiet"] = "quiet"
+    def __init__(self, config, *, size, eps):
+        super().__init__()
+    def forward(self, x):
+        return x
+    def reset_parameters(self):
+        pass
+"""
+
+
+def test_two_classes_of_one_file_cannot_have_one_name_and_a_changed_file_can_run_again(write: Write) -> None:
+    with pytest.raises(PluginError, match="Second: expected a new name, got 'quiet', that of First"):
+        load_file(write(NORMS + NORM.format(name="First") + NORM.format(name="Second")))
+    for name in ("First", "Renamed"):
+        load_file(write(NORMS + NORM.format(name=name).replace("quiet", "still"), "other.py"))
+
+
 def test_a_run_file_leaves_nothing_beside_it(write: Write, tmp_path: Path) -> None:
     load_file(write(GATE))
     assert [path.name for path in tmp_path.iterdir()] == ["toy.py"]

@@ -87,7 +87,7 @@ def _registered(inputs: ScanInputs, form: Form, backend: str) -> ScanOperands | 
         operands = operands_of(inputs)
     except NotImplementedError as error:
         return str(error)
-    return found.obstacle(operands) or operands
+    return found.reason(operands) or operands
 
 
 def _operands_or_obstacle(inputs: ScanInputs, form: Form, device: torch.device) -> ScanOperands | str:
