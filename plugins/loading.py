@@ -131,7 +131,8 @@ def run_file(file: Path) -> Plugin:
     before = sys.modules.get(name)
     sys.modules[name] = module  # where dataclasses and annotations look their names up
     try:
-        exec(compile(source, module.__file__, "exec", dont_inherit=True), vars(module))
+        with Registry.forgets_on_error():
+            exec(compile(source, module.__file__, "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         sys.modules.pop(name)
         if before is not None:

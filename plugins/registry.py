@@ -13,7 +13,8 @@ registry takes every registered Config:
 """
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
@@ -92,6 +93,18 @@ class Registry(Generic[Part]):
         self._classes[name] = cls
         self._class_of_config[cls.Config] = cls
         return cls
+
+    @classmethod
+    @contextmanager
+    def forgets_on_error(cls) -> Iterator[None]:
+        """Take back what every registry got inside if that raises: a file that fails half-way leaves nothing."""
+        before = [(x, dict(x._classes), dict(x._class_of_config)) for x in cls.every]
+        try:
+            yield
+        except BaseException:
+            for registry, classes, class_of_config in before:
+                registry._classes, registry._class_of_config = classes, class_of_config
+            raise
 
     def get(self, name: str) -> type[Part] | None:
         """The class that a recipe gets for ``name``, None where there is none."""
