@@ -131,7 +131,7 @@ def run_file(file: Path) -> Plugin:
     before = sys.modules.get(name)
     sys.modules[name] = module  # where dataclasses and annotations look their names up
     try:
-        with Registry.forgets_on_error():
+        with Registry.forgets_on_error(name):
             exec(compile(source, module.__file__, "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         sys.modules.pop(name)

@@ -96,14 +96,15 @@ class Registry(Generic[Part]):
 
     @classmethod
     @contextmanager
-    def forgets_on_error(cls) -> Iterator[None]:
-        """Take back what every registry got inside if that raises: a file that fails half-way leaves nothing."""
-        before = [(x, dict(x._classes), dict(x._class_of_config)) for x in cls.every]
+    def forgets_on_error(cls, module: str) -> Iterator[None]:
+        """Take back what ``module`` registered inside if that raises: a file that fails half-way leaves nothing."""
+        before = {registry: dict(registry._classes) for registry in cls.every}
         try:
             yield
         except BaseException:
-            for registry, classes, class_of_config in before:
-                registry._classes, registry._class_of_config = classes, class_of_config
+            for registry in cls.every:  # an import inside may have made one, with classes of the package
+                others = {name: x for name, x in registry._classes.items() if x.__module__ != module}
+                registry._classes = before.get(registry, others)
             raise
 
     def get(self, name: str) -> type[Part] | None:
