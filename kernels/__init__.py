@@ -3,7 +3,7 @@
 from .availability import device_obstacle, size_obstacle
 from .backends import backend_named, register_backend, unregister_backend
 from .chunk import chunk_scan
-from .normal_form import NormalForm, expand_heads, has_equal_values, is_same, num_micro_steps
+from .normal_form import NormalForm, expand_heads, has_equal_values, is_same, is_transformed, num_micro_steps
 from .operands import Gradients, ScanOperands, scan_operands
 from .operators import chunk_kernels, needs_gradient, recurrent_kernels
 from .segment import Segment, merge
@@ -21,6 +21,7 @@ __all__ = [
     "expand_heads",
     "has_equal_values",
     "is_same",
+    "is_transformed",
     "merge",
     "needs_gradient",
     "num_micro_steps",

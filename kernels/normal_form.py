@@ -77,11 +77,12 @@ def num_micro_steps(form: NormalForm, k: Tensor) -> int:
 def is_same(x: Tensor, y: Tensor) -> bool:
     """x may stand for y, with the gradients of both: one tensor, views of it, or copies where no gradient is asked for.
 
-    Nothing waits for a GPU: only on the CPU are the values of a copy compared, and nowhere while a compiler traces.
+    Nothing waits for a GPU: only on the CPU are the values of a copy compared, and nowhere while a compiler traces or
+    inside a transform.
     """
     if x is y:
         return True
-    if torch.compiler.is_compiling() or x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
+    if _is_abstract() or x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
         return False
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
     if needs_gradient and not _are_views_of_one(x, y):
@@ -92,13 +93,23 @@ def is_same(x: Tensor, y: Tensor) -> bool:
 def has_equal_values(x: Tensor, y: Tensor, *, may_wait: bool = False) -> bool:
     """What two tensors hold is the same, as far as it can be read: on a GPU only where the host may wait for it.
 
-    Nothing can be while a compiler traces.
+    Nothing can be while a compiler traces or inside a transform.
     """
-    if torch.compiler.is_compiling():
+    if _is_abstract():
         return False
     is_plain = type(x) in _PLAIN and type(y) in _PLAIN and torch._C._len_torch_dispatch_stack() == 0
     can_read = is_plain and (x.device.type == "cpu" or (may_wait and x.device.type == "cuda"))
     return can_read and (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device) and torch.equal(x, y)
+
+
+def is_transformed() -> bool:
+    """Inside ``torch.func`` or a forward-mode level, of which the operators know nothing."""
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _is_abstract() -> bool:
+    """Tensors have neither values nor memory that say which of them are one."""
+    return torch.compiler.is_compiling() or is_transformed()
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

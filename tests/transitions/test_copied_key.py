@@ -107,3 +107,22 @@ def test_kernels_take_one_micro_step_for_a_view_of_the_key(monkeypatch: pytest.M
     assert operands.num_steps == 1 and operands.a is None and operands.b is k
     form = NormalForm(erase=(2 * k, k.clone())).along(k)
     assert form.erase is not None and form.erase[1] is k
+
+
+def test_derivatives_by_transforms_are_those_of_two_tensors_also_where_they_are_equal() -> None:
+    k = keys()
+    tangents = torch.randn_like(k), torch.randn_like(k)
+
+    def output(k: Tensor, direction: Tensor, form: str) -> Tensor:
+        return scan(**given(k, direction), form=form, backend="torch").output.square().sum()  # type: ignore[arg-type]
+
+    for direction in (k.clone(), keys()):
+        found = {
+            form: (
+                *torch.func.grad(output, argnums=(0, 1))(k, direction, form),
+                torch.func.grad(lambda k, u=direction, form=form: output(k, u, form))(k),
+                torch.func.jvp(lambda k, u, form=form: output(k, u, form), (k, direction), tangents)[1],
+            )
+            for form in ("chunk", "recurrent")
+        }
+        torch.testing.assert_close(*found.values(), rtol=1e-10, atol=1e-10)

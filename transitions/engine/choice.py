@@ -13,6 +13,7 @@ from statemix.kernels import (
     ScanOperands,
     backend_named,
     device_obstacle,
+    is_transformed,
     needs_gradient,
     num_micro_steps,
     scan_operands,
@@ -99,7 +100,7 @@ def _operands_or_obstacle(inputs: ScanInputs, form: Form, device: torch.device) 
         return obstacle
     if form == "recurrent" and _needs_gradient(inputs):
         return "its recurrent form has no gradients"
-    if not torch.compiler.is_compiling() and _is_transformed():
+    if not torch.compiler.is_compiling() and is_transformed():
         return "forward-mode and functorch derivatives are those of torch"
     try:
         operands = operands_of(inputs)
@@ -150,11 +151,6 @@ def _direction(inputs: ScanInputs, erases: bool, num_steps: int) -> str:
 def _needs_gradient(inputs: ScanInputs) -> bool:
     fields = (x for _, x, _ in inputs.transition.tensors())
     return needs_gradient((inputs.q, inputs.k, inputs.v, inputs.write, inputs.initial, *fields))
-
-
-def _is_transformed() -> bool:
-    """Inside ``torch.func`` or a forward-mode level, of which the operators know nothing."""
-    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _name(device: torch.device) -> str:
